@@ -239,7 +239,11 @@ def measure(
                 return
             fill(llm, batch, context)
             step = decode_time(llm, args.steps)
-            read = size - model.embed_tokens.nbytes + batch * context * per_token
+            read = (
+                size
+                - sum(t.nbytes for t in model.words.state_dict().values())
+                + batch * context * per_token
+            )
             floor = read / args.bandwidth / 1e6
             dense = not hasattr(config, "num_local_experts")  # few tokens meet few experts
             if device.type == "cuda" and dense and step < floor:

@@ -31,14 +31,15 @@ from anybit.files.directory import (
 )
 from anybit.files.safetensors import INDEX, ShardWriter, read_header
 from anybit.nn.experts import split
-from anybit.nn.linear import QuantLinear
 from anybit.nn.model import take_apart
 from anybit.nn.plan import Plan, Spec
+from anybit.nn.quantized import Quantized
 from anybit.quantizers.base import Quantizer
 from anybit.quantizers.calibration.block_runner import block_lists
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.calibration.resume import SETTINGS
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks
+from anybit.quantizers.embeddings import apart, quantize_embeddings
 
 REST = "rest.safetensors"
 
@@ -83,7 +84,9 @@ def calibrate_checkpoint(
     source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, as_in_model=True)
     schemes = {work.names[n].removesuffix(".weight"): scheme for n, scheme in work.schemes.items()}
+    schemes, words = apart(work.model, schemes)
     model, prefix = without_blocks(work.model, source, schemes, work.heads)
+    quantize_embeddings(model, words, quantizer)
     partial = out.with_name(out.name + ".partial")
     with held(partial):
         check_absent(out, overwrite)  # another run may have written it meanwhile
@@ -201,7 +204,7 @@ def finish(partial: Path, source: Path, work: Quantization, model: nn.Module, pr
                 continue
             layer = name.removesuffix(".weight")
             quantized = model.get_submodule(work.names[name].removesuffix(".weight"))
-            assert isinstance(quantized, QuantLinear)
+            assert isinstance(quantized, Quantized)
             for key, tensor in quantized.packed.tensors().items():
                 shard.add(f"{layer}.{key}", tensor)
     files = [*sorted(partial.glob("block_*.safetensors")), partial / REST]

@@ -172,6 +172,13 @@ class Layout:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
+    def without(self, names: Iterable[str]) -> "Layout":
+        """The same but for some tensors, by the model's names."""
+        dropped = set(names)
+        stored = {n: t for n, t in self.stored.items() if self.names.get(n) not in dropped}
+        own = {name: there for name, there in self.names.items() if there not in dropped}
+        return replace(self, stored=stored, names=own)
+
 
 def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """Raise InvalidInput when parameters of a model are not stored.

@@ -26,7 +26,7 @@ from anybit.files.directory import (
 )
 from anybit.files.hub import located
 from anybit.files.safetensors import stored_tensors
-from anybit.nn.model import check_module, plan_in, quantized_layers, refuse_adapters, set_keep
+from anybit.nn.model import check_module, plan_in, quantized_modules, refuse_adapters, set_keep
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, stored_plan
 from anybit.nn.tied import tied_layers, untie
@@ -71,7 +71,7 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
         model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)
         if (source / "config.json").is_file():
             copy_others(source, temporary)
-        layers = [(m.scheme, (m.out_features, m.in_features)) for _, m in quantized_layers(model)]
+        layers = [(m.scheme, m.shape) for _, m in quantized_modules(model) if not m.is_copy]
         write_card(temporary, str(getattr(model, "name_or_path", "")), layers)
 
 

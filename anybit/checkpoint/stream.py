@@ -32,12 +32,15 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, read_json, stated_quantization
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
-from anybit.nn.model import dense_layers, full_plan, linear_schemes
-from anybit.nn.plan import Plan, Spec, quantization_config, resolve
-from anybit.nn.tied import untie, untied_config, untied_heads
-from anybit.quantizers.base import Quantizer, planned, quantize_weight
+from anybit.nn.model import dense_layers, linear_schemes
+from anybit.nn.plan import Plan, Spec, quantization_config
+from anybit.nn.tied import sharing_heads, untie, untied_config, untied_heads
+from anybit.quantizers.base import Quantizer, quantize_weight
+from anybit.quantizers.embeddings import quantize_embedding
+from anybit.quantizers.quantize import quantized_plan
 from anybit.quantizers.rtn import RTN
 from anybit.version import __version__
 
@@ -161,6 +164,7 @@ class Quantization(Rewrite):
         unexpected: Tensors that fit no parameter of the model.
         model: On the meta device.
         heads: Output heads that get a weight of their own -> the embeddings that had it.
+        embeddings: Names of those of the tensors to quantize that are embeddings.
     """
 
     stored: Mapping[str, Tensors]
@@ -171,6 +175,7 @@ class Quantization(Rewrite):
     unexpected: tuple[str, ...]
     model: Any = field(repr=False)
     heads: Mapping[str, str] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
 
     @property
     def new_config(self) -> dict[str, Any]:
@@ -199,7 +204,9 @@ class Quantization(Rewrite):
         if scheme is None:
             shard.add(unit, weight)
             return
-        packed = quantize_weight(self.quantizer, weight, parse_scheme(scheme)[0])
+        fmt, embedding = parse_scheme(scheme)[0], unit in self.embeddings
+        quantize = quantize_embedding if embedding else quantize_weight
+        packed = quantize(self.quantizer, weight, fmt)
         for key, tensor in packed.tensors().items():
             shard.add(f"{unit.removesuffix('weight')}{key}", tensor)
 
@@ -233,8 +240,8 @@ def plan_quantization(
     model, tensors = bare_model(source), stored_tensors(source)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    formats = planned(quantizer, full_plan(model, spec), dense_layers(model))
-    heads = untied_heads(model, resolve(dense_layers(model), formats))
+    planned, formats = quantized_plan(model, spec, quantizer)
+    heads, sharing = untied_heads(model, planned), sharing_heads(model, planned)
     given: dict[str, Stored] = dict(tensors)
     if heads or model.has_own_head:
         config = untied_config(config)
@@ -244,6 +251,7 @@ def plan_quantization(
         model = empty_model(source, type(model), model.config)
     layers, experts = linear_schemes(model, formats), expert_layers(model)
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
+    found = found.without(f"{head}.weight" for head in sharing)  # files may hold it twice
     check_missing(source, found.missing, found.unexpected)
     check_fit(source, found, model)
     if found.unexpected and stated:  # what lies beside weights that are codes
@@ -254,8 +262,11 @@ def plan_quantization(
             source, len(found.unexpected), some(list(found.unexpected)),
         )  # fmt: skip
     stored, where = dict(found.stored), {name: key for key, name in found.names.items()}
-    shapes, schemes = dense_layers(model), {}
+    words, schemes = embedding_layers(model), {}
+    shapes = dense_layers(model) | words
     for layer, scheme in layers.items():
+        if layer in sharing:
+            continue
         name, shape = where[f"{layer}.weight"], tuple(shapes[layer])
         if layer not in experts and is_conv1d(model.get_submodule(layer)):
             stored[name] = Transposed(stored[name])
@@ -288,6 +299,7 @@ def plan_quantization(
         unexpected=found.unexpected,
         model=model,
         heads=heads,
+        embeddings=frozenset(where[f"{name}.weight"] for name in words.keys() & layers.keys()),
     )
 
 

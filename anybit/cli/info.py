@@ -24,6 +24,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import megabytes, read_json, stated_quantization
 from anybit.files.hub import name_of, peek
 from anybit.files.safetensors import Stored
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.model import dense_layers, linear_schemes
 from anybit.nn.plan import METHOD, stored_plan
 from anybit.planning.gpus import gpu
@@ -140,7 +141,10 @@ def info(
     parameters = sum(p.numel() for p in bare.parameters())
     quantization = stated_quantization(directory, read_json(directory / "config.json"))
     total = sum(tensor.nbytes for tensor in stored.values())
-    now = stored_bits(stored, {name: shapes[name] for name in default}) or 8 * total / parameters
+    words = embedding_layers(bare)
+    coded = [name for name in words if quantization and f"{name}.weight" not in stored]
+    counted = {name: {**shapes, **words}[name] for name in (*default, *coded)}
+    now = stored_bits(stored, counted) or 8 * total / parameters
     found: dict[str, tuple[float, float]] = {"as it is": (now, total)}
     refused: dict[str, str] = {}
     for scheme in () if quantization else formats:
@@ -306,7 +310,7 @@ def show(found: Info, console: Console | None = None) -> None:
     )
     say(
         f"quantized by default: {found.layers} linear layers, {found.weights / 1e6:,.4g} million "
-        "weights; embeddings, output head and norms stay as they are"
+        "weights; embeddings, output head and norms stay as they are unless they are named"
     )
     say(f"runs in: {found.engine}; vLLM with anybit's plugin, if vLLM has {found.architecture}")
     kept = "of unknown size, not counted"

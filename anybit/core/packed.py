@@ -68,6 +68,16 @@ class Packed:
         grid = {key: tensors[key] for key, (_, entry) in wanted.items() if entry is not PLANE}
         return cls(fmt, shape, planes, grid)
 
+    @classmethod
+    def meta(cls, fmt: Format, shape: tuple[int, int]) -> "Packed":
+        """A weight without contents, on the meta device."""
+        fmt.check(*shape)
+        tensors = {
+            name: torch.empty(size, dtype=entry.default_dtype, device="meta")
+            for name, (size, entry) in tensor_shapes(fmt, shape).items()
+        }
+        return cls.from_tensors(fmt, shape, tensors)
+
     def tensors(self) -> dict[str, Tensor]:
         """All stored tensors by their checkpoint names: codes4, codes2, scale, ..."""
         names = (f"codes{width}" for width in planes_of.segments(self.format.bits))
@@ -118,6 +128,36 @@ class Packed:
         planes = tuple(p[start:stop] for p in self.planes)
         return Packed(self.format, (stop - start, self.shape[1]), planes, grid)
 
+    def at(self, rows: Tensor) -> Tensor:
+        """Decoded rows (len(rows), K) fp32, equal to those of `dequantize()`.
+
+        Args:
+            rows: Their numbers (M,), int32 or int64, on the weight's device.
+
+        Raises:
+            InvalidInput: Outputs are rotated, so that no row is there by itself.
+        """
+        if "n" in self.format.rotate:
+            raise InvalidInput(
+                f"rows of a weight in format {self.format.spec!r} are mixed by its rotation; use "
+                "rotate=k, or its dequantized weight"
+            )
+        if not len(rows):
+            return torch.empty(0, self.shape[1], device=rows.device)
+        unit, chosen = self.format.tile[0], rows
+        if unit > 1:  # codes describe whole tiles alone
+            chosen = (rows - rows % unit)[:, None] + torch.arange(unit, device=rows.device)
+            chosen = chosen.reshape(-1)
+        entries = self.format.stored_entries()
+        grid = {k: v if entries[k].table else taken(v, chosen) for k, v in self.grid.items()}
+        planes = tuple(taken(p, chosen) for p in self.planes)
+        w = Packed(self.format, (len(chosen), self.shape[1]), planes, grid).dequantize()
+        return (
+            w
+            if unit == 1
+            else taken(w, torch.arange(0, len(w), unit, device=w.device) + rows % unit)
+        )
+
     def columns(self, columns: slice) -> "Packed":
         """The part for a range of inputs, on borders of the groups and of 32 codes."""
         if self.format.order:
@@ -155,6 +195,13 @@ class Packed:
     def _map(self, fn: Any) -> "Packed":
         grid = {k: fn(v) for k, v in self.grid.items()}
         return Packed(self.format, self.shape, tuple(fn(p) for p in self.planes), grid)
+
+
+def taken(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor of any dtype."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:  # torch chooses none of these
+        return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
+    return tensor.index_select(0, rows)
 
 
 def stack(parts: list[Packed]) -> Packed:

@@ -54,7 +54,9 @@ def unpack(planes: tuple[Tensor, ...], bits: int, codes: int) -> Tensor:
 
 def _widened(rows: Tensor, missing: int, width: int) -> Tensor:
     """The rows with so many zeros more: a copy where what is made of 8 bits would share memory."""
-    return pad(rows, (0, missing)) if missing or width == 8 else rows
+    if missing:
+        return pad(rows, (0, missing))
+    return rows.clone() if width == 8 else rows
 
 
 def _join(codes: Tensor, width: int) -> Tensor:

@@ -241,7 +241,7 @@ def load_draft(
 
 def share(large: Decoder, small: Decoder) -> None:
     """Give a version of a model that model's embeddings and head."""
-    small.embed_tokens, small.lm_head = large.embed_tokens, large.lm_head
+    small.words, small.lm_head = large.words, large.lm_head
 
 
 def itself(

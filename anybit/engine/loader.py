@@ -1,5 +1,6 @@
 """From a directory to a model, its tokenizer and what its files say about generation."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights
 from anybit.errors import InvalidInput, Unsupported, loading
 from anybit.files.directory import quantization_of, read_json
-from anybit.nn.model import quantized_layers
+from anybit.nn.model import quantized_modules
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
 
@@ -139,10 +140,10 @@ def load(
             directory, bare, device, dtype, formats is not None, quantization, length,
             list(cache_options), str(reason), keep,
         )  # fmt: skip
-        layers = [layer for _, layer in quantized_layers(model.model)]
+        layers = [m for _, m in quantized_modules(model.model) if not m.is_copy]
         quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)
         for layer in layers:
-            quantized[layer.scheme] += layer.in_features * layer.out_features
+            quantized[layer.scheme] += math.prod(layer.shape)
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = None
     if has_tokenizer:

@@ -2,12 +2,12 @@
 
 What a CUDA graph is on a GPU: kernels are called with the same addresses each time, and what
 changes (tokens, positions, pages) lies in memory that they read. Runs of kernels become one call;
-torch's own operators between them are called again, and their results copied to where the first
-ones lie.
+torch's own operators between them are called again, and their results put where the first ones
+lie.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,8 +99,33 @@ class _Watch(TorchDispatchMode):
             given = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
             made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
             if any(_memory(t) not in given for t in made):  # else it is a view
-                self.calls.append(partial(_again, partial(func, *args, **kwargs), made))
+                self._repeat(func, args, kwargs, out, made)
         return out
+
+    def _repeat(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
+        """Write down an operator that makes tensors."""
+        single = isinstance(out, Tensor)
+        if single and func.overloadpacket in (aten.to, aten._to_copy):
+            if _plain(out, args[0]):
+                fused.convert(args[0], out)
+            else:
+                self.calls.append(partial(out.copy_, args[0]))
+        elif single and (into := into_memory(func)):
+            self.calls.append(partial(into, *args, **kwargs, out=out))
+        else:
+            self.calls.append(partial(_again, partial(func, *args, **kwargs), made))
+
+
+@cache
+def into_memory(func: Any) -> Any:
+    """The variant of an operator that writes to given memory; None where there is none."""
+    packet, given = func.overloadpacket, [(a.name, str(a.type)) for a in func._schema.arguments]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        *own, last = found._schema.arguments
+        if last.name == "out" and [(a.name, str(a.type)) for a in own] == given:
+            return found
+    return None
 
 
 def _again(call: Callable[[], Any], results: list[Tensor]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from anybit.core.packed import Packed
@@ -17,6 +17,8 @@ from anybit.nn.multiplier import Keep
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
+HEAD = "lm_head.weight"
+
 
 class Arrived(Weights):
     """Dense tensors that a trainer has sent, those of quantized layers as codes already.
@@ -27,13 +29,16 @@ class Arrived(Weights):
 
     def __init__(self, model: Decoder, plan: Mapping[str, str], keep: Keep, shares_head: bool):
         super().__init__(model.embed_tokens.device, model.embed_tokens.dtype)
-        self.plan, self.keep, self.shares_head = dict(plan), keep, shares_head
+        self.plan, self.keep = dict(plan), keep
+        self.repeated = f"{model.prefix}.embed_tokens.weight" if shares_head else None
         if model.adapters is not None:
             self.adapters = model.adapters.of_new_weights()
         self.held: dict[str, Tensor | Packed] = {}
 
     def take(self, name: str, own: Tensor) -> None:
         """Keep a tensor that nobody else changes, as codes where the plan says so."""
+        if name == self.repeated and HEAD not in self.held:
+            self.take(HEAD, own)
         scheme = self.plan.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if scheme is None:
             self.held[name] = own
@@ -56,10 +61,8 @@ class Arrived(Weights):
         weight = self._pop(f"{name}.weight", shape)
         return weight.to(self.dtype) if isinstance(weight, Tensor) else weight, b, activation
 
-    def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
-        if self.shares_head and f"{name}.weight" not in self.held:
-            self.take(f"{name}.weight", embedding)
-        return super().head(name, embedding, tied)
+    def coded(self, name: str) -> bool:
+        return name in self.plan
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> Tensor | Packed:
         if name not in self.held:
@@ -102,7 +105,7 @@ def again(
 def rebuilt(model: Decoder, source: Arrived) -> Decoder:
     """A model of the same kind from what has come."""
     if model.config.tie_word_embeddings:
-        source.held.pop("lm_head.weight", None)
+        source.held.pop(HEAD, None)
     fresh = type(model)(model.config, source, model.length).eval()
     left = [n for n in source.held if not any(fnmatchcase(n, pattern) for pattern in IGNORED)]
     if left:

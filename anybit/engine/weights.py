@@ -23,6 +23,7 @@ from anybit.engine.fused import linear, placed
 from anybit.engine.lora import Adapters
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
+from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import published
 from anybit.nn.grouped import merge
 from anybit.nn.linear import check_finite, check_grid
@@ -56,6 +57,7 @@ class Separate(nn.Module):
         return torch.cat([part(x) for part in self.parts], -1)
 
 
+Words = nn.Embedding | QuantEmbedding
 Part = tuple[Tensor | Packed, Tensor | None, str | None]  # weight, bias, activation notation
 
 
@@ -111,12 +113,31 @@ class Weights:
                 self.quantized_bytes += weight.nbytes()
         return out
 
-    def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
-        """The output layer, which shares the embedding's tensor when tied."""
-        if tied:
-            return Dense(embedding, None)
-        parts = self.parts([name], [embedding.shape[0]], embedding.shape[1])
-        return together(parts, self.dtype, self.keep)  # it sees other tokens than the layers do
+    def coded(self, name: str) -> bool:
+        """Whether an embedding is quantized."""
+        return False
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> Words:
+        """A table of embeddings (N, K), which is looked up as it is stored."""
+        if not self.coded(name):
+            table = self.tensor(f"{name}.weight", shape)
+            return nn.Embedding.from_pretrained(table)
+        weight = self.parts([name], [shape[0]], shape[1])[0][0]
+        assert isinstance(weight, Packed)
+        return QuantEmbedding(weight, self.dtype)
+
+    def head(self, name: str, words: Words, tied: bool) -> nn.Module:
+        """The output layer, of the embeddings' weight when tied."""
+        if not tied:
+            parts = self.parts([name], [words.num_embeddings], words.embedding_dim)
+            return together(parts, self.dtype, self.keep)  # it sees other tokens than layers do
+        if isinstance(words, QuantEmbedding):
+            return build((words.packed, None, self.activation(name)), self.dtype, self.keep)
+        return Dense(words.weight, None)
+
+    def activation(self, name: str) -> str | None:
+        """What a tied head's activations are quantized to, if its weight is."""
+        return parse_scheme(self.plan[name])[1] if name in self.plan else None
 
 
 def build(part: Part, dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:
@@ -156,12 +177,15 @@ class Checkpoint(Weights):
     ):
         super().__init__(device, dtype)
         self.directory, self.formats, self.keep = directory, formats, keep
-        self.config = model.config
+        self.config, kind = model.config, model.config.model_type
+        self.embeddings = {published(name, kind) for name in embedding_layers(model)}
+        named = formats or {}  # the plan of all layers
         stored: Mapping[str, Tensors]
         schemes: Mapping[str, str] = {}
         if quantization is not None:
             work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
             stored, schemes, self.config = work.stored, work.schemes, work.model.config
+            named = work.formats
             known, read = {*work.names, *work.unexpected}, set(work.names)
         else:
             found = layout(stored_tensors(directory), model, lambda name: True)
@@ -170,7 +194,7 @@ class Checkpoint(Weights):
                 check_fit(directory, found, model)
             stored, known = found.stored, {*found.names, *found.unexpected}
             read = set(found.names if formats is None else stored.keys() - found.unexpected)
-        kind = model.config.model_type
+        self.named = named
         self.stored = {published(name, kind): tensor for name, tensor in stored.items()}
         self.schemes = {published(n.removesuffix(".weight"), kind): s for n, s in schemes.items()}
         # What transformers leaves out without a word, such as layers for further tokens, may stay.
@@ -221,10 +245,17 @@ class Checkpoint(Weights):
         k, v = (self._read(n, shape).to(self.device, torch.float32) for n in names)
         return k, v
 
-    def head(self, name: str, embedding: Tensor, tied: bool) -> nn.Module:
+    def coded(self, name: str) -> bool:
+        return name in self.schemes or (
+            self.formats is not None and f"{name}.weight" not in self.stored
+        )
+
+    def head(self, name: str, words: Words, tied: bool) -> nn.Module:
         if tied:
             self.unread.discard(f"{name}.weight")
-        return super().head(name, embedding, tied)
+            if isinstance(words, QuantEmbedding):
+                self.plan[name] = self._scheme(name)
+        return super().head(name, words, tied)
 
     def check_all_read(self) -> None:
         """ValueError when the checkpoint holds tensors that the model has no place for."""
@@ -250,8 +281,8 @@ class Checkpoint(Weights):
         return stored.read()
 
     def _scheme(self, name: str) -> str:
-        plan = self.formats or {}
-        matches = patterns_for(name, plan)
+        plan = self.named
+        matches = patterns_for(name, plan, name in self.embeddings)
         scheme = plan[matches[-1]] if matches else None
         if scheme is None:
             raise InvalidInput(

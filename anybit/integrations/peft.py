@@ -130,6 +130,11 @@ def rounded(weight: Tensor, like: Packed) -> Packed:
 
 def put(layer: QuantLinear, packed: Packed, bias: Tensor | None) -> None:
     """Give a layer other contents."""
+    if layer.sharing:
+        raise Unsupported(
+            "a head that shares the embeddings' codes cannot be merged into; quantize the model "
+            "with a head of its own, or keep the adapter apart"
+        )
     for name, tensor in packed.tensors().items():
         setattr(layer, name, tensor)
     if bias is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import modeling_utils
 
 from anybit.checkpoint.names import codes_as_they_are
-from anybit.nn.model import plan_in, quantized_layers
+from anybit.nn.model import plan_in, quantized_modules
 from anybit.nn.plan import METHOD, quantization_config
 
 
@@ -28,7 +28,7 @@ def register() -> None:
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         if getattr(self, "peft_config", None):  # of which it writes the adapters alone
             return plain(self, *args, **options)
-        quantized = dict(quantized_layers(self))
+        quantized = dict(quantized_modules(self))
         names = codes_as_they_are(self) if quantized else nullcontext()
         with stated(self.config, plan_in(self) if quantized else None), names:
             return plain(self, *args, **options)

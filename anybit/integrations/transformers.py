@@ -25,6 +25,7 @@ from anybit.core.packed import Packed, is_codes, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored, read_header
+from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import (
     FUSED,
     Experts,
@@ -35,11 +36,12 @@ from anybit.nn.experts import (
 from anybit.nn.linear import QuantLinear, check_finite, check_grid
 from anybit.nn.model import (
     count_weights,
+    dense_layers,
     dequantize_,
     full_plan,
     is_linear,
     linear_schemes,
-    quantized_layers,
+    quantized_modules,
     replace,
     under_all_names,
     weight_of,
@@ -55,6 +57,8 @@ from anybit.nn.plan import (
     quantization_config,
     stored_plan,
 )
+from anybit.nn.quantized import Quantized
+from anybit.nn.tied import forget_ties, sharing_heads, tied_heads
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
@@ -118,6 +122,7 @@ class AnybitQuantizer(HfQuantizer):
     quantization_config: AnybitConfig
     error: Exception | None = None  # the first that a weight caused; see Quantize
     apart = False  # whether experts were taken apart
+    heads: Mapping[str, str] = MappingProxyType({})  # -> embeddings whose codes they share
     types: Mapping[str, torch.dtype] = MappingProxyType({})  # of parameters, before they are loaded
     names: Mapping[str, str] = MappingProxyType({})  # of stored codes, in the model
     table: Sequence[Any] = ()  # transformers' own for names
@@ -140,11 +145,16 @@ class AnybitQuantizer(HfQuantizer):
         def planned(name: str, dtype: torch.dtype) -> torch.dtype:
             return next((plan[p] for p in plan if re.search(rf"\b{p}\b", name)), dtype)
 
+        schemes = {name: layer.scheme for name, layer in fill.items()}
+        self.heads = sharing_heads(model, schemes)
+        forget_ties(model, self.heads)
         with under_all_names(model):
             for name, layer in fill.items():
                 replace(model, name, layer)
-                layer.keep = self.quantization_config.keep
+                if isinstance(layer, QuantLinear):
+                    layer.keep = self.quantization_config.keep
                 layer.weight_dtype = planned(name, layer.weight_dtype)
+        share(model, self.heads)
         self.types = {name: planned(name, p.dtype) for name, p in model.named_parameters()}
         self.apart = any(isinstance(module, Experts) for module in model.modules())
 
@@ -155,7 +165,7 @@ class AnybitQuantizer(HfQuantizer):
         module = model.get_submodule(name)
         if isinstance(module, Experts):
             return tensor in module.layout.tensors
-        return tensor == "weight" and isinstance(module, QuantLinear)
+        return tensor == "weight" and isinstance(module, Quantized)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """Codes go to their layers, and experts that are stored one by one stay like that."""
@@ -181,7 +191,7 @@ class AnybitQuantizer(HfQuantizer):
             raise self.error
         for name, module in model.named_modules():
             found = module._parameters if isinstance(module, Experts) else {}
-            if isinstance(module, QuantLinear) and "weight" in module._parameters:
+            if isinstance(module, Quantized) and "weight" in module._parameters:
                 found = {"weight": None}
             for tensor in found:
                 raise InvalidInput(
@@ -193,11 +203,13 @@ class AnybitQuantizer(HfQuantizer):
                 parameter.data = parameter.data.to(self.types.get(name, parameter.dtype))
             elif not parameter.is_meta:
                 check_finite(parameter, name)
-        for name, layer in quantized_layers(model):
+        share(model, self.heads)
+        for name, layer in quantized_modules(model):
             if not any(b.is_meta for b in layer.buffers()):  # offloaded layers have no contents yet
                 if self.pre_quantized:
                     check_grid(layer.packed, f"{model.name_or_path}: {name}")
-                layer.prepare()
+                if isinstance(layer, QuantLinear):
+                    layer.prepare()
         if self.pre_quantized:  # what transformers goes by when it saves the model
             used: Any = [c for c in self.table if c.was_used()]
             model._weight_conversions = used
@@ -238,7 +250,7 @@ class Quantize:
             weight = value[0] if isinstance(value, list) else value
             parent, _, tensor = name.rpartition(".")
             module = model.get_submodule(parent)
-            if not isinstance(module, QuantLinear | Experts):
+            if not isinstance(module, Quantized | Experts):
                 rest[name] = weight  # one of several results of a weight conversion
                 continue
             try:
@@ -257,15 +269,14 @@ class Quantize:
         return rest
 
 
-def fill(layer: QuantLinear, weight: Tensor, name: str) -> None:
+def fill(layer: Quantized, weight: Tensor, name: str) -> None:
     """Quantize a loaded weight into an empty layer."""
     check_finite(weight, name)
-    weight = weight.T if layer.transposed else weight
+    weight = weight.T if isinstance(layer, QuantLinear) and layer.transposed else weight
     packed = quantize_weight(RTN(), weight, layer.format)
-    if packed.shape != (layer.out_features, layer.in_features):
+    if packed.shape != layer.shape:
         raise InvalidInput(
-            f"{name}: the checkpoint has shape {packed.shape}, the model "
-            f"{(layer.out_features, layer.in_features)}"
+            f"{name}: the checkpoint has shape {packed.shape}, the model {layer.shape}"
         )
     for key, tensor in packed.tensors().items():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # or it is initialized anew
@@ -312,20 +323,30 @@ def new_layers(model: "PreTrainedModel") -> set[str]:
     return {name for name, m in model.named_modules() if is_linear(m) and name not in known}
 
 
-def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
+def share(model: nn.Module, heads: Mapping[str, str]) -> None:
+    """Let heads hold the tensors of embeddings, by their names."""
+    for head, words in heads.items():
+        layer, owner = model.get_submodule(head), model.get_submodule(words)
+        assert isinstance(layer, Quantized)
+        assert isinstance(owner, Quantized)
+        layer.share(owner)
+
+
+def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, Quantized]:
     """Empty layers with a placeholder `weight` for a dense checkpoint's linear layers.
 
+    So it is for embeddings, but for heads that share their weight, which get no placeholder.
     Experts to be quantized are taken apart, and get placeholders by transformers' names.
     """
-    schemes, out = linear_schemes(model, formats), {}
-    fused = dict(fused_experts(model))
+    schemes, out = linear_schemes(model, formats), dict[str, Quantized]()
+    heads, fused = sharing_heads(model, schemes), dict(fused_experts(model))
+    linear, words = dense_layers(model), embedding_layers(model)
     split(model, schemes)
     for name, scheme in schemes.items():
-        old = model.get_submodule(name)
-        shape = cast(tuple[int, int], tuple(weight_of(old).shape))
-        empty = QuantLinear.empty(scheme, shape)
-        out[name] = QuantLinear.instead_of(old, empty.packed, empty.activation)
-        if name.rsplit(".", 2)[0] not in fused:
+        old, shape = model.get_submodule(name), {**linear, **words}[name]
+        fmt, activation = parse_scheme(scheme)
+        out[name] = in_place_of(old, Packed.meta(fmt, (shape[0], shape[1])), activation)
+        if name not in heads and name.rsplit(".", 2)[0] not in fused:
             out[name]._parameters["weight"] = nn.Parameter(
                 cast(nn.Linear, old).weight.detach(), False
             )
@@ -339,7 +360,7 @@ def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, QuantLinear]:
 
 def swap_for_stored(
     model: "PreTrainedModel", formats: Plan, stored: Mapping[str, Stored]
-) -> tuple[dict[str, QuantLinear], dict[str, str]]:
+) -> tuple[dict[str, Quantized], dict[str, str]]:
     """Empty layers, of the dtypes that are stored, for the quantized layers of a checkpoint.
 
     Args:
@@ -360,8 +381,13 @@ def swap_for_stored(
     whole = places(table, layers)
     fused = expert_layers(model)
     split(model, [name for name in fused if name in whole])
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    words = embedding_layers(model)
+    tied = {head: own for head, own in tied_heads(model).items() if own in words}
+    linear = {n: m for n, m in model.named_modules() if is_linear(m) or n in words}
     where = {name: whole.get(name, Place(name, name)) for name in linear}
+    for head, own in tied.items():  # its codes are stored once
+        if where[own].stored in coded and head in where and where[head].stored not in layers:
+            where[head] = Place(where[head].saved, where[own].stored)
     absent = {name for name, (_, own) in where.items() if own not in layers}
     new = absent & new_layers(model) if absent else set()
     ignored = ignored_unexpected(model)
@@ -371,7 +397,7 @@ def swap_for_stored(
         there, own = where[name]
         if name in new:
             continue
-        patterns = patterns_for(there, formats)
+        patterns = patterns_for(there, formats, name in words)
         scheme = formats[patterns[-1]] if patterns else None
         if (scheme is not None) != (own in coded):
             raise InvalidInput(
@@ -382,7 +408,8 @@ def swap_for_stored(
         if scheme is not None:
             layer = stored_layer(canonical(scheme), module, own, stored)
             out[name] = layer
-            names |= {f"{own}.{key}": f"{name}.{key}" for key in layer.packed.tensors()}
+            if name not in tied or where[tied[name]].stored != own:
+                names |= {f"{own}.{key}": f"{name}.{key}" for key in layer.names}
         elif name in fused and own in layers:  # transformers' table would merge it
             names[f"{own}.weight"] = f"{name}.weight"
     others = (name for name in coded - placed if ".experts." in name)
@@ -396,15 +423,21 @@ def swap_for_stored(
     return out, names
 
 
-def stored_layer(
-    scheme: str, old: nn.Module, name: str, stored: Mapping[str, Stored]
-) -> QuantLinear:
+def stored_layer(scheme: str, old: nn.Module, name: str, stored: Mapping[str, Stored]) -> Quantized:
     """An empty layer in the place of `old`, of the dtypes that the checkpoint has under `name`."""
     fmt, activation = parse_scheme(scheme)
-    shape = cast(tuple[int, int], tuple(weight_of(old).shape))
+    weight = old.weight if isinstance(old, nn.Embedding) else weight_of(old)
+    shape = cast(tuple[int, int], tuple(weight.shape))
     keys = (key for key in tensor_shapes(fmt, shape) if f"{name}.{key}" in stored)
     tensors = {key: stored[f"{name}.{key}"].meta() for key in keys}
-    return QuantLinear.instead_of(old, Packed.from_tensors(fmt, shape, tensors, name), activation)
+    return in_place_of(old, Packed.from_tensors(fmt, shape, tensors, name), activation)
+
+
+def in_place_of(old: nn.Module, packed: Packed, activation: str | None) -> Quantized:
+    """The quantized layer of an unquantized one's kind."""
+    if isinstance(old, nn.Embedding):
+        return QuantEmbedding.instead_of(old, packed)
+    return QuantLinear.instead_of(old, packed, activation)
 
 
 register()

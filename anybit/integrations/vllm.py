@@ -32,13 +32,15 @@ from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import missing, saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.files.safetensors import Stored as StoredTensor
 from anybit.integrations.vllm_foreign import Source, directory_of, in_files, planned
 from anybit.kernels.registry import BACKENDS
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import split
 from anybit.nn.model import linear_schemes
 from anybit.nn.plan import METHOD, patterns_for, plan_of
+from anybit.nn.tied import tied_heads
 
 OVERRIDE = "anybit"  # what `hf_overrides` calls the options below
 OPTIONS = ("formats", "backend")
@@ -87,6 +89,9 @@ class AnybitConfig(QuantizationConfig):
         self.dense: set[str] = set()  # layers and embeddings whose weight it holds
         self.on_load: dict[str, str] = {}  # schemes of layers to be quantized while loading
         self.tied = False  # whether the head shares the embeddings' weight
+        self.words: dict[str, int] = {}  # embeddings in codes -> their rows
+        self.sharing: dict[str, str] = {}  # heads without tensors of their own -> those embeddings
+        self.claimed = set[str]()  # embeddings that vLLM has asked about
 
     @classmethod
     def get_name(cls) -> str:
@@ -198,26 +203,40 @@ class AnybitConfig(QuantizationConfig):
             with bounded(model_name, list(shapes.values()), nbytes):
                 own = empty_model(model_name, kind, config)
         if own is not None:
-            self._look_up(own, config)
+            self._look_up(own, config, shapes)
             if shapes:
                 weights = (f"{layer}.weight" for layer in self.coded)
                 lost = missing(Names(own), split(own), [*shapes, *weights], ())
                 check_missing(model_name, lost, ())
-        known = self.coded | self.dense | self.on_load.keys()
+        known = self.coded | self.dense | self.on_load.keys() | self.sharing.keys()
         self.names = {name: name for name in known}
         if base := getattr(own, "base_model_prefix", ""):
             # Of a base model (AutoModel), as embeddings come from, vLLM builds the whole one.
             self.names = {f"{base}.{name}": name for name in known} | self.names
 
-    def _look_up(self, own: Any, config: Any) -> None:
+    def _look_up(self, own: Any, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
         """Note names and schemes of layers by transformers' model, its experts as they are."""
         if not self.coded:
             table, schemes = Names(own), linear_schemes(own, self.formats or {})
+            if words := schemes.keys() & embedding_layers(own).keys():
+                raise InvalidInput(
+                    f"{min(words)}: embeddings are not quantized while vLLM loads a model; use "
+                    "`anybit quantize` first, or leave them out"
+                )
             stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
             self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}
             self.tied = bool(getattr(config, "tie_word_embeddings", False))
         elif self.source is None:
             self.saved = saved_names(own, self.coded | self.dense)
+            stored = {self.saved.get(name, name): name for name in self.coded}
+            found = {name: stored[name] for name in embedding_layers(own).keys() & stored.keys()}
+            rows = {n.rpartition(".")[0]: s[0] for n, s in shapes.items() if is_codes(n)}
+            self.words = {there: rows[there] for there in found.values()}
+            table = Names(own)
+            for head, name in tied_heads(own).items():
+                if name in found and head not in stored:
+                    there = table.stored(f"{head}.weight").removesuffix(".weight")
+                    self.sharing[there], self.saved[there] = found[name], head
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
@@ -236,12 +255,12 @@ class AnybitConfig(QuantizationConfig):
         name = self.names.get(prefix, prefix)
         if not self.coded:
             return self.on_load.get(name)
-        if name not in self.coded:
+        if name not in self.coded and name not in self.sharing:
             return None
         if self.source is not None:
             return self.source.schemes[name]
         plan = self.formats or {}
-        matches = patterns_for(self.saved.get(name, name), plan)
+        matches = patterns_for(self.saved.get(name, name), plan, name in self.words)
         scheme = plan[matches[-1]] if matches else None
         if scheme is None:
             raise InvalidInput(
@@ -255,14 +274,24 @@ class AnybitConfig(QuantizationConfig):
         # Imported here, since vLLM loads plugins before it has chosen a platform.
         from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            ParallelLMHead,
+            VocabParallelEmbedding,
+        )
 
         if isinstance(layer, RoutedExperts):
             from anybit.integrations.vllm_moe import method_for
 
             return method_for(self, layer, prefix)
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            return self.embedding_method(prefix, layer.org_vocab_size)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
+        if self.names.get(prefix, prefix) in self.sharing:
+            from anybit.integrations.vllm_embedding import Tied
+
+            return Tied([prefix], [None], self.backend)
+        self.check_claimed(prefix)
         from anybit.integrations import vllm_fusion
         from anybit.integrations.vllm_linear import OnLoad, Stored
 
@@ -275,6 +304,39 @@ class AnybitConfig(QuantizationConfig):
         if any(schemes):
             return OnLoad(names, schemes, self.backend, self.tied)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    def embedding_method(self, prefix: str, rows: int) -> QuantizeMethodBase | None:
+        """The method of an embedding, which some of vLLM's models build without its name.
+
+        rows: of the checkpoint's embedding.
+        """
+        from anybit.integrations.vllm_embedding import Embedding
+
+        name = self.names.get(prefix, prefix)
+        unnamed = [own for own, n in self.words.items() if n == rows] if not prefix else []
+        if len(unnamed) == 1:
+            name = unnamed[0]
+        if name not in self.words:
+            return None
+        self.claimed.add(name)
+        theirs = next(n for n, own in self.names.items() if own == name)
+        scheme = self.scheme(theirs)
+        assert scheme is not None
+        heads = [self.scheme(head) for head, own in self.sharing.items() if own == name]
+        return Embedding(theirs, scheme, self.backend, heads[0] if heads else None)
+
+    def check_claimed(self, prefix: str) -> None:
+        """Unsupported when vLLM builds a layer behind embeddings that it has not asked about."""
+        from vllm.distributed import get_pp_group
+
+        for theirs, own in self.names.items():
+            behind = prefix.startswith(f"{theirs.rpartition('.')[0]}.")
+            left = own in self.words and own not in self.claimed
+            if left and behind and get_pp_group().is_first_rank:
+                raise Unsupported(
+                    f"{theirs}: vLLM's model takes no quantized embeddings; leave them out of the "
+                    "formats, or run the model in anybit.LLM"
+                )
 
     def layers_of_others(self) -> Source | None:
         """The layers that another tool quantized, by vLLM's names, which are known by now."""

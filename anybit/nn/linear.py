@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anybit.core.format import LAYER
-from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels.backend import Activations, Prepared
@@ -27,7 +27,7 @@ from anybit.nn.multiplier import (
     constant,
     travels,
 )
-from anybit.nn.weight import DecodedWeight
+from anybit.nn.quantized import Quantized
 
 # Bits of the largest finite numbers of dtypes in which torch finds no maximum: of those without the
 # highest bit (the sign, if there is one), and of all. What is not finite lies above either.
@@ -68,17 +68,11 @@ class Made(NamedTuple):
         )
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(Quantized):
     """y = x W^T + bias with a quantized W of shape (out_features, in_features).
 
-    The buffers are the canonical tensors of `Packed` (codes4, codes2, ..., scale, ...), which is
-    what `state_dict`, pickles and checkpoints hold. A `Multiplier` is made from them, and anew when
-    they are moved, replaced or written to. Moving the module to another device moves them; casts
-    (`.half()`, `.to(dtype)`) do not touch them, since they are not numbers of the model's dtype.
-
-    `weight` is there for models that look at it: its shape, device and dtype (`weight_dtype`, that
-    of the dense layer, which follows casts) cost nothing, and an operation on it decodes it. It is
-    neither a parameter nor in `state_dict`.
+    Of its tensors, which lie in buffers (`Quantized`), a `Multiplier` is made, and anew when they
+    are moved, replaced or written to.
 
     dtype: of the activations, where it is known beforehand. A GPU's kernels multiply 16-bit ones.
 
@@ -99,19 +93,13 @@ class QuantLinear(nn.Module):
         dtype: torch.dtype | None = None,
         keep: Keep = "auto",
     ):
-        super().__init__()
+        given = dtype if bias is None else bias.dtype
+        super().__init__(packed, activation, given or torch.get_default_dtype())
         self.out_features, self.in_features = packed.shape
-        self.format = packed.format
         self.activation = activation
         self.dtype = dtype
-        given = dtype if bias is None else bias.dtype
-        self.weight_dtype = given or torch.get_default_dtype()
         check_keep(keep)
         self.keep: Keep = keep
-        self.scheme = scheme_name(packed.format, activation)
-        self.names = tuple(packed.tensors())  # of the canonical tensors
-        for name, tensor in packed.tensors().items():
-            self.register_buffer(name, tensor)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.transposed = False  # whether the dense layer holds W^T
         if not packed.planes[0].is_meta:
@@ -128,13 +116,9 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """A layer without contents, to be filled from a checkpoint."""
         fmt, activation = parse_scheme(scheme)
-        fmt.check(*shape)
-        tensors = {
-            name: torch.empty(size, dtype=entry.default_dtype, device="meta")
-            for name, (size, entry) in tensor_shapes(fmt, shape).items()
-        }
-        layer = cls(Packed.from_tensors(fmt, shape, tensors), bias, activation, keep=keep)
-        for name, tensor in tensors.items():
+        packed = Packed.meta(fmt, shape)
+        layer = cls(packed, bias, activation, keep=keep)
+        for name, tensor in packed.tensors().items():
             filled = torch.empty_like(tensor, device=device)
             if filled.is_floating_point():  # or what nobody fills would multiply like a weight
                 filled.fill_(torch.nan)
@@ -155,42 +139,8 @@ class QuantLinear(nn.Module):
         out.transposed = is_conv1d(layer) or getattr(layer, "transposed", False)
         return out
 
-    @property
-    def weight(self) -> Tensor:
-        """The decoded weight (N, K), for models that look at it; see the class."""
-        if "weight" in self._parameters:  # a placeholder, while transformers loads the model
-            return cast(Tensor, self._parameters["weight"])
-        if torch.compiler.is_compiling():
-            n, k, spec = self.out_features, self.in_features, self.format.spec
-            return ops.decode([getattr(self, m) for m in self.names], spec, n, k, self.weight_dtype)
-        shape, dtype = (self.out_features, self.in_features), self.weight_dtype
-        device = next(self.buffers()).device
-        return DecodedWeight(shape, dtype, device, lambda: self.dequantize(dtype), self.multiply)
-
     # Models call it while they are loaded, when it does nothing; else writing to `weight` raises.
     reset_parameters = nn.Linear.reset_parameters
-
-    def multiply(self, factor: float) -> None:
-        """Multiply the weight by a number, in place; it must be exact, as powers of two are.
-
-        Raises:
-            Unsupported: It is not, in the dtype of the scales.
-        """
-        before = self.packed.grid["scale"]
-        scale = before * factor
-        if not torch.equal(scale / factor, before):
-            raise Unsupported(
-                f"{self}: its weight cannot be multiplied by {factor:g}, since its scales, of "
-                f"{before.dtype}, would be rounded; dequantize_ the model, change it, and quantize "
-                "it again"
-            )
-        self.scale = scale
-        self.prepare(self.dtype)
-
-    @property
-    def packed(self) -> Packed:
-        shape = (self.out_features, self.in_features)
-        return Packed.from_tensors(self.format, shape, {n: getattr(self, n) for n in self.names})
 
     @property
     def backend(self) -> str:
@@ -330,10 +280,6 @@ class QuantLinear(nn.Module):
         """The canonical tensors of the weight that the backend multiplies with."""
         return [getattr(self, name) for name in self.names if name not in LAYER]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The decoded weight (N, K)."""
-        return self.packed.dequantize().to(dtype)
-
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -345,38 +291,13 @@ class QuantLinear(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_made"}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():  # without its casts
-            new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                self._buffers[name] = old if old.device == new.device else old.to(new.device)
+        super()._apply(fn, recurse)
         made = self._made
         if made and not all(map(is_, self._buffers.values(), made.tensors)):
             self.forget()
             if made.multiplier and not any(buffer.is_meta for buffer in self.buffers()):
                 self.prepare()
         return self
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
-        *_, errors = rest
-        saved = local_metadata.get("format", self.format.spec)
-        if saved != self.format.spec:  # tensors of int6 and of fp6 look alike
-            errors.append(
-                f"{prefix}codes are in format {saved!r}, and the layer is in {self.format.spec!r}; "
-                "quantize the model to the former before loading"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        self.forget()
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if notes := getattr(destination, "_metadata", None):
-            notes[prefix[:-1]]["format"] = self.format.spec
 
 
 def dequantize(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:

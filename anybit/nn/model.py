@@ -1,6 +1,7 @@
 """The linear layers of a model: dense ones, quantized ones, and how one replaces the other."""
 
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,11 +15,19 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from anybit.errors import InvalidInput, InvalidType, probing
+from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
 from anybit.nn.linear import QuantLinear, is_conv1d
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
-from anybit.nn.tied import output_embeddings, tied_layers, tied_to_embeddings
+from anybit.nn.quantized import Quantized
+from anybit.nn.tied import (
+    output_embeddings,
+    sharing_heads,
+    tie_again,
+    tied_heads,
+    tied_layers,
+)
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
@@ -137,10 +146,10 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
     Raises:
         InvalidInput: As `resolve` does, and for a layer whose weight is tied to another's.
     """
-    schemes = resolve(dense_layers(model), full_plan(model, spec))
-    tied = tied_layers(model)
-    for name in schemes:
-        if name in tied:
+    schemes = schemes_in(model, full_plan(model, spec))
+    tied, sharing = tied_layers(model), sharing_heads(model, schemes)
+    for name in reversed(schemes):  # embeddings are the last
+        if name in tied and name not in {*sharing, *sharing.values()}:
             raise InvalidInput(
                 f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': "
                 "None}. `anybit quantize` gives a weight of its own to a head that shares "
@@ -149,11 +158,17 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
     return schemes
 
 
+def schemes_in(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """The schemes that a full plan gives a model's layers and embeddings; errors as `resolve`'s."""
+    return resolve(dense_layers(model), plan, embedding_layers(model))
+
+
 def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     """The plan that a spec stands for, with the layers that "*" does not mean.
 
     These are the output embeddings under whatever name, all layers that share the weight of an
-    embedding, and layers with fewer than `TINY` inputs or outputs. Weights that are no linear
+    embedding, and layers with fewer than `TINY` inputs or outputs. A head gets the format of the
+    embedding that it is tied to, unless a pattern names the head, too. Weights that are no linear
     layers, but look like it, are logged.
 
     Args:
@@ -164,7 +179,12 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
         A plan that needs no model to be understood.
     """
     plan, shapes = plan_of(spec), dense_layers(model)
-    heads = output_embeddings(model) | tied_to_embeddings(model)
+    tied, words = tied_heads(model), embedding_layers(model)
+    for name in sorted(tied.keys() & shapes.keys()):
+        patterns = patterns_for(tied[name], plan, True) if tied[name] in words else []
+        if patterns and not {*patterns_for(name, plan)} - {"*"}:
+            plan[name] = plan[patterns[-1]]
+    heads = output_embeddings(model) | tied.keys()
     kept = {
         name
         for name, shape in shapes.items()
@@ -252,7 +272,7 @@ def num_parameters(model: nn.Module, only_trainable: bool = False, **options: An
 
 def quantized_weights(model: nn.Module) -> int:
     """How many weights the quantized layers of a model hold."""
-    return sum(layer.out_features * layer.in_features for _, layer in quantized_layers(model))
+    return sum(math.prod(m.shape) for _, m in quantized_modules(model) if not m.is_copy)
 
 
 def refuse_adapters(model: nn.Module) -> None:
@@ -270,16 +290,16 @@ def refuse_adapters(model: nn.Module) -> None:
 def plan_in(model: nn.Module) -> dict[str, str | None]:
     """The plan that describes a model's quantized layers as they are now."""
     refuse_adapters(model)
-    quantized = dict(quantized_layers(model))
+    quantized = dict(quantized_modules(model))
     if not quantized:
         raise InvalidInput(f"{type(model).__name__} has no quantized layers; quantize_ it first")
     schemes = {name: layer.scheme for name, layer in quantized.items()}
-    shapes = dense_layers(model) | {
-        n: (m.out_features, m.in_features) for n, m in quantized.items()
-    }
+    shapes, words = dense_layers(model), embedding_layers(model)
+    for name, layer in quantized.items():
+        (shapes if isinstance(layer, QuantLinear) else words)[name] = layer.shape
     with suppress(InvalidInput):  # a layer was replaced since then
         plan = getattr(model, "anybit_formats", None)
-        if plan and resolve(shapes, plan) == schemes:
+        if plan and resolve(shapes, plan, words) == schemes:
             return plan_of(plan)
     return {"*": None, **schemes}
 
@@ -308,8 +328,13 @@ def under_all_names(model: nn.Module) -> Iterator[None]:
                 model.set_submodule(other, model.get_submodule(name))
 
 
+def quantized_modules(model: nn.Module) -> Iterable[tuple[str, Quantized]]:
+    """Names of all that is quantized: linear layers and embeddings."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, Quantized))
+
+
 def quantized_layers(model: nn.Module) -> Iterable[tuple[str, QuantLinear]]:
-    """Names and layers that are quantized."""
+    """Names and linear layers that are quantized."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantLinear))
 
 
@@ -366,8 +391,13 @@ def dequantize_(model: Module) -> Module:
     """
     check_module(model, "dequantize_")
     with under_all_names(model):
-        for name, layer in list(quantized_layers(model)):
-            replace(model, name, dense_layer(layer))
+        weights: dict[Quantized, nn.Parameter] = {}
+        for name, layer in list(quantized_modules(model)):
+            plain: Any = dense_layer(layer)
+            known = [weights[other] for other in layer.sharing if other in weights]
+            weights[layer] = plain.weight = known[0] if known else plain.weight
+            replace(model, name, plain)
+    tie_again(model)
     record(model, None)
     return model
 
@@ -381,8 +411,11 @@ def dequantized(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     return model if dtype is None else model.to(dtype)
 
 
-def dense_layer(layer: QuantLinear) -> nn.Module:
+def dense_layer(layer: Quantized) -> nn.Module:
     """The dense layer of the decoded weight."""
+    if isinstance(layer, QuantEmbedding):
+        return layer.unquantized()
+    assert isinstance(layer, QuantLinear)
     weight = layer.dequantize(layer.weight_dtype)
     if layer.transposed:
         from transformers.pytorch_utils import Conv1D

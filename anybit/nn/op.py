@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.planes import segments
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidType, Unsupported
 from anybit.kernels import rotation
@@ -27,6 +28,9 @@ _library.define(
     "int[]? versions=None) -> Tensor"
 )
 _library.define("rotate(Tensor x, Tensor vector, bool after) -> Tensor")
+_library.define(
+    "look_up(Tensor ids, Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor"
+)
 _library.define("decode(Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor")
 
 
@@ -121,6 +125,31 @@ def _decode_fake(stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: tor
     return stored[0].new_empty((n, k), dtype=dtype)
 
 
+def rows(
+    ids: Tensor, stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows (..., k) of a weight (n, k) by their numbers (...), decoded by the format's definition.
+
+    Args:
+        ids: int32 or int64.
+        stored: All tensors of the weight, in the order of `Packed.tensors`.
+        spec: The format's.
+        n, k: The weight's shape.
+        dtype: Of the result.
+    """
+    fmt = get_format(spec)
+    planes = len(segments(fmt.bits))
+    grid = dict(zip(fmt.stored_entries(), stored[planes:], strict=True))
+    packed = Packed(fmt, (n, k), tuple(stored[:planes]), grid)
+    return packed.at(ids.reshape(-1)).to(dtype).view(*ids.shape, k)
+
+
+def _rows_fake(
+    ids: Tensor, stored: Sequence[Tensor], spec: str, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
+    return ids.new_empty((*ids.shape, k), dtype=dtype)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, layout, bias, scheme, *_, stored, _ = inputs
     ctx.save_for_backward(*(stored or ()))
@@ -150,9 +179,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _library.impl("linear", multiply, "CompositeExplicitAutograd")
 _library.impl("rotate", turn, "CompositeExplicitAutograd")
 _library.impl("decode", _decode, "CompositeExplicitAutograd")
+_library.impl("look_up", rows, "CompositeExplicitAutograd")
 torch.library.register_fake("anybit::linear", _linear_fake, lib=_library)
 torch.library.register_fake("anybit::rotate", _rotate_fake, lib=_library)
 torch.library.register_fake("anybit::decode", _decode_fake, lib=_library)
+torch.library.register_fake("anybit::look_up", _rows_fake, lib=_library)
 torch.library.register_autograd("anybit::linear", _backward, setup_context=_setup, lib=_library)
 torch.library.register_autograd(
     "anybit::rotate", _backward_rotate, setup_context=_setup_rotate, lib=_library
@@ -161,7 +192,8 @@ torch.library.register_autograd(
 rotate = torch.ops.anybit.rotate.default
 linear = torch.ops.anybit.linear.default
 decode = torch.ops.anybit.decode.default
-FUNCTIONS: dict[Any, Callable[..., Tensor]] = {linear: multiply, rotate: turn}
+look_up = torch.ops.anybit.look_up.default
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = {linear: multiply, rotate: turn, look_up: rows}
 
 
 def run(operator: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:

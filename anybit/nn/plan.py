@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from anybit.core.format import Format
@@ -19,12 +20,17 @@ HEADS = ("lm_head", "embed_out", "output_projection")  # output layers, kept unl
 METHOD, VERSION = "anybit", 1  # in a checkpoint's config.json; VERSION is that of its layout
 
 
-def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[str, str]:
-    """Which scheme each linear layer gets.
+def resolve(
+    shapes: Mapping[str, tuple[int, ...]],
+    spec: Spec | Plan,
+    embeddings: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Which scheme each layer gets.
 
     Args:
         shapes: Shapes (N, K) of a model's linear layers, by name.
         spec: One format for all, or a plan, as in `quantize_`.
+        embeddings: Shapes of its embeddings, which are kept unless a pattern names them.
 
     Returns:
         Schemes of the layers to be quantized, by name.
@@ -35,11 +41,11 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
     """
     plan = plan_of(spec)
     unused, out = set(plan), {}
-    for name, shape in shapes.items():
-        matches = patterns_for(name, plan)
+    for name, shape in {**shapes, **embeddings}.items():
+        matches = patterns_for(name, plan, name in embeddings)
         unused -= set(matches) | {p for p in plan if p == "*" and is_head(name)}
         if not matches:
-            if is_head(name):
+            if is_head(name) or name in embeddings:
                 continue
             raise InvalidInput(
                 f"no pattern matches layer {name!r} (patterns: {', '.join(plan)}); give '*', all "
@@ -49,9 +55,15 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
         if scheme is None:
             continue
         try:
-            parse_scheme(scheme)[0].check(*shape)
+            fmt, activation = parse_scheme(scheme)
+            fmt.check(*shape)
         except ValueError as error:
             raise InvalidInput(f"{name}: {error}") from None
+        if name in embeddings and (activation or "n" in fmt.rotate):
+            raise InvalidInput(
+                f"{name}: {scheme!r} {'quantizes activations' if activation else 'mixes rows'}, "
+                "and an embedding looks up rows by their numbers; leave that out"
+            )
         out[name] = scheme
     if unused - {"lm_head"}:
         raise InvalidInput(
@@ -63,14 +75,19 @@ def resolve(shapes: Mapping[str, tuple[int, ...]], spec: Spec | Plan) -> dict[st
     return out
 
 
-def patterns_for(name: str, plan: Plan) -> list[str]:
+def patterns_for(name: str, plan: Plan, embedding: bool = False) -> list[str]:
     """The patterns of a plan that match a layer; the last one decides.
 
     A layer of Mixtral's may be called as its checkpoint or as its model calls it. A name matches
     itself, even if it has brackets.
+
+    embedding: whether it is one, which only a pattern means that says more of its last name than
+        "*": "*.embed_tokens" does, and "model.*" does not.
     """
     names = {name, unpublished(name, MIXTRALS[0]), published(name, MIXTRALS[0])}
     matches = [p for p in plan if p in names or any(fnmatchcase(n, p) for n in names)]
+    if embedding:
+        return [p for p in matches if p.rpartition(".")[2].strip("*?")]
     return [p for p in matches if not (p == "*" and is_head(name))]
 
 

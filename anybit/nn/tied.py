@@ -1,10 +1,12 @@
 """Layers that share their weight with another module, and heads that get one of their own."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from anybit.core.scheme import parse_scheme
 
 
 def output_embeddings(model: nn.Module) -> set[str]:
@@ -18,10 +20,11 @@ def output_embeddings(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if module in heads}
 
 
-def tied_to_embeddings(model: nn.Module) -> set[str]:
-    """The names of layers whose weight is an embedding's as well."""
+def tied_heads(model: nn.Module) -> dict[str, str]:
+    """Layers whose weight is an embedding's as well -> that embedding."""
     embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    return {name for name, other in tied_layers(model).items() if other in embeddings}
+    tied = tied_layers(model).items()
+    return {name: other for name, other in tied if other in embeddings and name not in embeddings}
 
 
 def tied_layers(model: nn.Module) -> dict[str, str]:
@@ -46,15 +49,15 @@ def shared_weights(model: nn.Module) -> dict[str, str]:
     }
 
 
-def untied_heads(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Which of the named layers are output heads that can get a weight of their own.
+def untied_heads(model: Any, schemes: Mapping[str, str | None]) -> dict[str, str]:
+    """Which output heads can, and are to, get a weight of their own.
 
     That is so in transformers' models whose `tie_word_embeddings` ties no other layer: they are
     loaded with a head of its own where it is False.
 
     Args:
         model: It may be on the meta device.
-        names: Layers that are to be quantized.
+        schemes: Of the layers that are to be quantized.
 
     Returns:
         The embeddings whose weight they share, by name.
@@ -62,9 +65,32 @@ def untied_heads(model: Any, names: Iterable[str]) -> dict[str, str]:
     ties = getattr(model, "all_tied_weights_keys", {})
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return {}
-    heads = output_embeddings(model) & tied_to_embeddings(model) & set(names)
-    tied = tied_layers(model)
-    return {name: tied[name] for name in heads} if heads == {layer_of(key) for key in ties} else {}
+    outputs, tied = output_embeddings(model), tied_heads(model)
+    heads = {n: w for n, w in tied.items() if n in outputs and {n, w} & schemes.keys()}
+    if heads.keys() != {layer_of(key) for key in ties} or sharing_heads(model, schemes):
+        return {}
+    return heads
+
+
+def sharing_heads(model: nn.Module, schemes: Mapping[str, str | None]) -> dict[str, str]:
+    """Layers that go on sharing an embedding's weight, since both get one format.
+
+    Args:
+        model: It may be on the meta device.
+        schemes: Of the layers that are to be quantized.
+
+    Returns:
+        The embeddings, by the layers' names.
+    """
+    heads, ties = tied_heads(model), getattr(model, "all_tied_weights_keys", {})
+    if not {layer_of(key) for key in ties} <= heads.keys():  # more is tied than heads
+        return {}
+    formats = {name: scheme and parse_scheme(scheme)[0] for name, scheme in schemes.items()}
+    return {
+        name: words
+        for name, words in heads.items()
+        if formats.get(name) and formats[name] == formats.get(words)
+    }
 
 
 @contextmanager
@@ -93,6 +119,24 @@ def untied(model: Any, heads: Mapping[str, str]) -> Iterator[None]:
             part.all_tied_weights_keys = keys
         model.config.tie_word_embeddings = True
         raise
+
+
+def forget_ties(model: nn.Module, heads: Mapping[str, str]) -> None:
+    """Keep transformers from tying heads by itself: their weights are codes, which it cannot tie.
+
+    The configuration still says that they are tied, as files then are.
+    """
+    for part in model.modules() if heads else ():
+        if hasattr(part, "all_tied_weights_keys"):
+            part.all_tied_weights_keys = part._tied_weights_keys = {}  # type: ignore[assignment]
+
+
+def tie_again(model: nn.Module) -> None:
+    """Undo `forget_ties`."""
+    for part in model.modules():
+        if vars(part).pop("_tied_weights_keys", None) is not None:
+            find: Any = part.get_expanded_tied_weights_keys
+            part.all_tied_weights_keys = find(all_submodels=True)
 
 
 def untie(config: Any) -> None:

@@ -29,7 +29,7 @@ from anybit.formats.presets import CANDIDATES
 from anybit.nn.experts import Experts, of_all_experts
 from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
 from anybit.nn.plan import is_head
-from anybit.nn.tied import tied_to_embeddings
+from anybit.nn.tied import tied_heads
 from anybit.planning.allocation import Allocation, Group, Option
 from anybit.planning.cost_model import cost, instructions, operand_of
 from anybit.planning.gpus import Device, gpu
@@ -212,7 +212,7 @@ def heads_of(
 ) -> tuple[tuple[str, str], ...]:
     """Output heads with a weight of their own, and the scheme that they get."""
     fmt, _ = parse_scheme(scheme)
-    tied = tied_to_embeddings(model)
+    tied = tied_heads(model)
     own = [name for name in shapes if is_head(name) and name not in tied]
     for name in own:
         fmt.check(*shapes[name])

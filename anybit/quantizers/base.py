@@ -13,7 +13,7 @@ from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear, check_real
 from anybit.nn.model import linear_at, replace
-from anybit.nn.plan import patterns_for, resolve
+from anybit.nn.plan import patterns_for
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 
@@ -136,7 +136,10 @@ class Quantizer:
 
 
 def planned(
-    quantizer: Quantizer, plan: Mapping[str, str | None], shapes: Mapping[str, tuple[int, ...]]
+    quantizer: Quantizer,
+    plan: Mapping[str, str | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    schemes: Mapping[str, str],
 ) -> dict[str, str | None]:
     """A plan with the formats that a quantizer makes of its own.
 
@@ -144,12 +147,13 @@ def planned(
         quantizer: Its `format` is asked for each layer.
         plan: {pattern: scheme or None}, for all layers.
         shapes: (N, K) of the model's linear layers, by name.
+        schemes: By the plan, of those that the quantizer quantizes.
 
     Returns:
         The plan; layers that differ from the others of their pattern are named in it.
     """
     wanted: dict[str, dict[str, str]] = {}
-    for name, scheme in resolve(shapes, plan).items():
+    for name, scheme in schemes.items():
         fmt, activation = parse_scheme(scheme)
         n, k = shapes[name]
         made = scheme_name(quantizer.format(fmt, (n, k)), activation)

@@ -83,7 +83,11 @@ def rotate_(model: Module) -> Module:
     base, embeddings, head = parts_of(model)
     rehearse(base, embeddings)
     names, before = output_embeddings(model), logits(model)
-    with restored_on_error(model), untied(model, untied_heads(model, names)), torch.no_grad():
+    with (
+        restored_on_error(model),
+        untied(model, untied_heads(model, dict.fromkeys(names))),
+        torch.no_grad(),
+    ):
         if shared := {*shared_weights(model)} & names:
             raise Unsupported(f"{', '.join(shared)} shares its weight; load the model untied")
         gain = base.norm.weight.float()

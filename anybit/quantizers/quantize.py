@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import overload
+from typing import cast, overload
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -11,6 +11,7 @@ from anybit.core.format import Format, get_format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, InvalidType
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.linear import QuantLinear, check_finite, check_real
 from anybit.nn.model import (
     Module,
@@ -20,19 +21,21 @@ from anybit.nn.model import (
     is_linear,
     linear_at,
     plan_in,
-    quantized_layers,
+    quantized_modules,
     record,
     refuse_adapters,
     replace,
     restored_on_error,
+    schemes_in,
     take_apart,
     under_all_names,
 )
-from anybit.nn.plan import Plan, Spec, resolve
-from anybit.nn.tied import shared_weights, untied, untied_heads
+from anybit.nn.plan import Plan, Spec
+from anybit.nn.tied import forget_ties, shared_weights, sharing_heads, untied, untied_heads
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
+from anybit.quantizers.embeddings import apart, quantize_embeddings
 from anybit.quantizers.rtn import RTN
 
 
@@ -59,7 +62,7 @@ def quantize_(
     *,
     show_progress: bool | None = None,
 ) -> nn.Module:
-    """Quantize a model's linear layers in place.
+    """Quantize a model's linear layers, and embeddings that are named, in place.
 
     An error or an interrupt leaves the model as it was.
 
@@ -67,11 +70,12 @@ def quantize_(
         model: A dense model, or a single nn.Linear. A model's experts count as linear layers, under
             names like "model.layers.0.mlp.experts.7.down_proj", however it holds them.
         spec: One format for all layers, or `{glob: format or None}` over module names, in which the
-            last match wins and None keeps a layer dense. Embeddings are kept; so are the output
-            head (`lm_head`) and layers of fewer than 16 inputs or outputs (gates), unless a pattern
-            other than "*" names them. A head that shares the embeddings' weight then gets one of
-            its own, and the embeddings keep theirs. Formats are spec strings,
-            with `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
+            last match wins and None keeps a layer dense. The output head (`lm_head`) and layers of
+            fewer than 16 inputs or outputs (gates) are kept, unless a pattern other than "*" names
+            them; embeddings, unless one names them by more than "*" behind the last dot. A head
+            that shares their weight shares their codes, or is named itself and gets a weight of its
+            own. Calibrated quantizers round embeddings to nearest. Formats are spec strings, with
+            `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
         quantizer: Chooses the codes; `RTN()` by default. A calibrated one (GPTQ, Smooth, Additive)
             runs the model on its data, block by block, each block after quantized ones.
         show_progress: Whether to show a progress bar on stderr; by default on a terminal.
@@ -93,22 +97,26 @@ def quantize_(
     calibration = calibration_of(quantizer) if quantizer.needs else None
     schemes, plan = schemes_of(model, spec, quantizer)
     heads = untied_heads(model, schemes)
+    linear, others = apart(model, schemes)
+    sharing = sharing_heads(model, schemes)
     with restored_on_error(model), untied(model, heads), under_all_names(model):
         shared = shared_weights(model)
-        take_apart(model, schemes)
-        for name in schemes:
-            if name in shared:
+        take_apart(model, linear)
+        for name in reversed(schemes):  # embeddings are the last
+            if name in shared and name not in {*sharing, *sharing.values()}:
                 raise InvalidInput(
                     f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
                     f"{{'*': ..., '{name}': None}}"
                 )
-            check_real(linear_at(model, name).weight, name)
+            check_real(cast(Tensor, model.get_submodule(name).weight), name)
         for name, parameter in model.named_parameters():
             check_finite(parameter, name)
+        quantize_embeddings(model, others, quantizer)
         if calibration is None:
-            quantize_weights(model, schemes, quantizer, show_progress)
-        else:
-            calibrate(model, schemes, quantizer, calibration, show_progress)
+            quantize_weights(model, linear, quantizer, show_progress)
+        elif linear:
+            calibrate(model, linear, quantizer, calibration, show_progress)
+        forget_ties(model, sharing)
     model.anybit_formats = plan  # type: ignore[assignment]
     record(model, plan_in(model))
     return model
@@ -122,13 +130,11 @@ def schemes_of(
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise InvalidInput(f"{name} has no shape yet; call the model once, then quantize it")
-    shapes, done = dense_layers(model), sum(1 for _ in quantized_layers(model))
-    if not shapes and not done:
+    done = sum(1 for _ in quantized_modules(model))
+    if not dense_layers(model) and not embedding_layers(model) and not done:
         raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
-    plan = full_plan(model, spec)
     try:
-        plan = planned(quantizer, plan, shapes)
-        schemes = resolve(shapes, plan)
+        schemes, plan = quantized_plan(model, spec, quantizer)
     except InvalidInput as error:
         if not done:
             raise
@@ -142,6 +148,20 @@ def schemes_of(
             "quantize; load it first, or quantize its checkpoint (anybit quantize)"
         )
     return schemes, plan
+
+
+def quantized_plan(
+    model: nn.Module, spec: Spec | Plan, quantizer: Quantizer
+) -> tuple[dict[str, str], dict[str, str | None]]:
+    """Schemes of the layers to quantize, and the full plan, with the formats of the quantizer.
+
+    Raises:
+        InvalidInput: As `resolve` does.
+    """
+    plan = full_plan(model, spec)
+    linear, _ = apart(model, schemes_in(model, plan))
+    plan = planned(quantizer, plan, dense_layers(model), linear)
+    return schemes_in(model, plan), plan
 
 
 def quantize_weights(

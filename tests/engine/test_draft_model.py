@@ -121,7 +121,8 @@ def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> Non
     loaded = load(checkpoint("llama"), torch.device("cpu"), torch.float32, None, None)
     model = loaded.model
     assert isinstance(model, Llama)
-    model.embed_tokens, model.lm_head.weight = model.embed_tokens[:50], model.lm_head.weight[:50]
+    model.words = torch.nn.Embedding.from_pretrained(model.embed_tokens[:50])
+    model.lm_head.weight = model.lm_head.weight[:50]
     llm = drafting(LLM(checkpoint("llama"), draft=loaded))
     assert_same(llm.generate(many, mixed_params(15)), want)
     assert_taken(llm.engine)

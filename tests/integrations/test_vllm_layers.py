@@ -1,10 +1,13 @@
 """anybit in vLLM's own layers, with ranks played in turn (`make test-vllm`; no engine, no GPU)."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import linear
+from vllm import distributed
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear as layers
@@ -15,7 +18,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 import anybit
 from anybit.core.packed import Packed
 from anybit.engine.experts import Apart
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.integrations.vllm import AnybitConfig, register
 from anybit.integrations.vllm_foreign import Source, planned
 from anybit.integrations.vllm_products import all_experts, one_by_one
@@ -363,3 +366,69 @@ def test_registering_twice_changes_nothing():
     first = get_quantization_config("anybit")
     register()
     assert get_quantization_config("anybit") is first is AnybitConfig
+
+
+def embedded(spec, tied):
+    """A model of transformers with quantized embeddings, and the configuration for vLLM."""
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, tie_word_embeddings=tied, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    anybit.quantize_(model, {"*": "int8", "*.embed_tokens": spec})
+    stored = model.state_dict()
+    own = AnybitConfig(model.anybit_formats)
+    own.packed_modules_mapping = MERGED
+    own._survey({name: tuple(tensor.shape) for name, tensor in stored.items()}, config)
+    return model, stored, own
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4:group=32", "nvfp4", "codebook:m=1,v=4"])
+@pytest.mark.parametrize("prefix", ["", "model.embed_tokens"])
+def test_embeddings_are_looked_up_as_they_are_stored(spec, prefix, play):
+    model, stored, own = embedded(spec, tied=True)
+    table = model.get_input_embeddings().dequantize()
+    for ranks in RANKS:
+        for rank in range(ranks):
+            play(rank, ranks)
+            layer = vocabulary.VocabParallelEmbedding(WORDS, 64, quant_config=own, prefix=prefix)
+            head = vocabulary.ParallelLMHead(WORDS, 64, quant_config=own, prefix="lm_head")
+            for name, tensor in stored.items():
+                if name.startswith("model.embed_tokens."):
+                    param = getattr(layer, name.rpartition(".")[2])
+                    param.weight_loader(param, tensor)
+            layer.quant_method.process_weights_after_loading(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+            first = layer.shard_indices.org_vocab_start_index
+            rows = table[first : layer.shard_indices.org_vocab_end_index]
+            ids = torch.arange(len(rows))
+            assert torch.equal(layer.quant_method.embedding(layer, ids), rows)
+            assert head.tie_weights(layer) is layer
+            x = torch.randn(3, 64)
+            y = layer.quant_method.apply(layer, x, None)
+            torch.testing.assert_close(y[:, : len(rows)], linear(x, rows), **NEAR)
+
+
+def test_a_head_beside_the_embeddings(play):
+    _, stored, own = embedded("int8", tied=False)
+    play(0, 1)
+    layer = vocabulary.VocabParallelEmbedding(WORDS, 64, quant_config=own)
+    assert layer.quant_method.head is None
+    assert vocabulary.ParallelLMHead(WORDS, 64, quant_config=own, prefix="lm_head").weight.numel()
+    assert "lm_head.weight" in stored
+
+
+def test_a_model_of_vllms_that_does_not_ask(play, monkeypatch):
+    """Of Gemma 2, which builds its embeddings without a configuration."""
+    _, _, own = embedded("int8", tied=True)
+    play(0, 1)
+    monkeypatch.setattr(distributed, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True))
+    with pytest.raises(Unsupported, match="takes no quantized embeddings; leave them out"):
+        layers.RowParallelLinear(64, 64, quant_config=own, prefix="model.layers.0.mlp.down_proj")
+
+
+def test_embeddings_are_not_quantized_on_load():
+    model = embedded("int8", tied=True)[0]
+    own = AnybitConfig({"*": "int8", "*.embed_tokens": "int8"})
+    with pytest.raises(InvalidInput, match="not quantized while vLLM loads a model"):
+        own._survey({f"{n}.weight": (64, 64) for n in ("a", "b")}, model.config)

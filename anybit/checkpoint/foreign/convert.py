@@ -341,7 +341,7 @@ def plan_conversion(
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
         check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
-    if found.names.model.has_own_head or untied_heads(model, coded):
+    if found.names.model.has_own_head or untied_heads(model, dict.fromkeys(coded)):
         config = untied_config(config)
     linears = [place for place in model_name if is_linear(module_of[place.stored])]
     formats = plan_for(layers | {place.saved: layers.get(place.stored) for place in linears})

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
@@ -34,6 +34,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, quantization_of, read_json
 from anybit.files.hub import located
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
 from anybit.nn.tied import untied_config
@@ -181,7 +182,7 @@ class Checkpoint:
         stored: Its tensors by name.
         model: transformers' model, without memory.
         linears: The model's names of its linear layers, by the checkpoint's.
-        layers: Those that are quantized: format, activation and shape (N, K).
+        layers: Those that are quantized, and embeddings: format, activation and shape (N, K).
     """
 
     directory: Path
@@ -203,21 +204,23 @@ def checkpoint_of(source: Path) -> Checkpoint:
     dense = [key.removesuffix(".weight") for key in stored if key.endswith(".weight")]
     where = places(Names(bare), [*coded, *dense])
     plan, model = stored_plan(quantization, source), split(bare)
-    linears, modules = {}, {}
+    linears, names, shapes, words = {}, {}, {}, embedding_layers(bare)
     for own, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or own in words:
             place = where.get(own, Place(own, own))
-            linears[place.stored] = published(place.saved, config.get("model_type"))
-            modules[place.stored] = module
+            names[place.stored] = published(place.saved, config.get("model_type"))
+            n, k = cast(Tensor, module.weight).shape
+            shapes[place.stored] = n, k
+            if own not in words:
+                linears[place.stored] = names[place.stored]
     layers = {}
     for name in coded:
-        matches = patterns_for(linears.get(name, name), plan)
+        matches = patterns_for(names.get(name, name), plan, name not in linears)
         scheme = plan[matches[-1]] if matches else None
-        if name not in linears or scheme is None:
-            what = "its model has no such layer" if name not in linears else "it names no format"
+        if name not in names or scheme is None:
+            what = "its model has no such layer" if name not in names else "it names no format"
             raise InvalidInput(f"{source}: has codes for {name}, but by config.json {what}")
-        shape = (modules[name].out_features, modules[name].in_features)
-        layers[name] = (*parse_scheme(scheme), shape)
+        layers[name] = (*parse_scheme(scheme), shapes[name])
     config = untied_config(config) if bare.has_own_head else config
     return Checkpoint(source, config, stored, model, linears, layers)
 
@@ -231,7 +234,9 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     for name, (fmt, activation, shape) in found.layers.items():
         keys = [key for key in keys_of(fmt, shape) if f"{name}.{key}" in stored]
         own = {key: stored[f"{name}.{key}"] for key in keys}
-        layer = written(fmt, activation, shape, own, name)
+        layer: Written | str = "its codes are of linear layers, and this is an embedding"
+        if name in found.linears:
+            layer = written(fmt, activation, shape, own, name)
         if isinstance(layer, Written):
             layers[name] = layer
         else:

@@ -94,7 +94,7 @@ class Hosted(Decoder):
             or model.config.is_encoder_decoder
         ):
             raise UnknownModel(f"{type(model).__name__} is not a decoder below a head")
-        (self.base,), self.embed_tokens = below, embedding.weight
+        (self.base,), self.words = below, embedding
         ids = torch.arange(TOKENS, device=model.device) % self.config.get_text_config().vocab_size
         before = {id(c): (c, c._attn_implementation) for c in configs(model)}
         with torch.inference_mode(), probing():

@@ -3,7 +3,6 @@
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
@@ -310,8 +309,8 @@ class Decoder(nn.Module):
         if not layers:
             raise InvalidInput("config.json: num_hidden_layers is 0; a model has at least 1")
         self.ropes = self.rope_of_layers(length, weights.device)
-        self.embed_tokens = weights.tensor(
-            f"{self.prefix}.embed_tokens.weight", (vocabulary, self.embedding_size)
+        self.words = weights.embedding(
+            f"{self.prefix}.embed_tokens", (vocabulary, self.embedding_size)
         )
         blocks = [self.block(weights, f"{self.prefix}.layers.{i}", i) for i in range(layers)]
         self.layers = nn.ModuleList(blocks)
@@ -319,7 +318,7 @@ class Decoder(nn.Module):
             block.self_attn.arrange(rope.order)
         self.kv_scales = [block.self_attn.scales for block in blocks]
         self.norm = self.last_norm(weights)
-        self.lm_head = weights.head("lm_head", self.embed_tokens, config.tie_word_embeddings)
+        self.lm_head = weights.head("lm_head", self.words, config.tie_word_embeddings)
 
     def block(self, weights: Weights, name: str, index: int) -> Layer:
         """The layer `index`."""
@@ -341,6 +340,12 @@ class Decoder(nn.Module):
         return RMSNorm(
             weights, f"{self.prefix}.norm", c.hidden_size, c.rms_norm_eps, self.norm_kind
         )
+
+    @property
+    def embed_tokens(self) -> Tensor:
+        """The embeddings' weight (vocabulary, size), decoded where an operation asks for more than
+        its shape, dtype or device."""
+        return self.words.weight
 
     @property
     def embedding_size(self) -> int:
@@ -366,7 +371,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
         """Tokens (T,) -> hidden states (T, hidden); their K and V go into the caches."""
-        x, delta = F.embedding(tokens, self.embed_tokens), None
+        x, delta = self.words(tokens), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):

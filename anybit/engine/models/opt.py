@@ -93,7 +93,7 @@ class OPT(Decoder):
         return [NoRope(self.config, length, device)] * self.config.num_hidden_layers
 
     def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
-        x = self.project_in(F.embedding(tokens, self.embed_tokens))
+        x = self.project_in(self.words(tokens))
         x = x + F.embedding(batch.positions + FIRST, self.positions)
         for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):
             x = layer(x, rope, cache, batch)

@@ -23,7 +23,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.nn.experts import of_all_experts
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import linear_at, restored_on_error, weight_of
+from anybit.nn.model import linear_at, quantized_modules, restored_on_error, weight_of
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
@@ -356,6 +356,6 @@ def settings_of(
         "model": f"{type(model).__name__}, {identity}",
         "quantizer": repr(quantizer),
         "data": given,
-        "formats": json.dumps(dict(schemes)),
+        "formats": json.dumps({n: m.scheme for n, m in quantized_modules(model)} | {**schemes}),
         "kv_scales": str(calibration.kv_scales),
     }
