@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from anybit.kernels.hopper.choices import BYTES
 from torch import Tensor
 
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.pack import pack_codes
+from anybit.kernels.hopper.choices import BYTES
 from anybit.kernels.hopper.scalar_linear import copy_kernel
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import DECODE, Tile
