@@ -8,7 +8,8 @@ import torch
 
 import anybit
 from anybit.checkpoint.save_load import load_dense
-from anybit.engine import attention, fused
+from anybit.engine import fused
+from anybit.engine.kv import cache
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.sequence import SamplingParams
@@ -22,11 +23,11 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor without compiled kernels."""
-    for module in (attention, fused):
+    for module in (cache, fused):
         monkeypatch.setattr(module, "compiled", lambda x: False)
 
 
-@pytest.mark.parametrize("kv", ["model", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])
 @pytest.mark.parametrize("name", ["llama-biases-tied", "qwen3", "gemma3"])
 def test_tokens_are_those_of_plain_torch(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, kv: str
