@@ -1,8 +1,9 @@
-"""The KV cache in the model's dtype, int8 and int4: memory, accuracy, and time of attention.
+"""The KV cache in the model's dtype and in others: memory, accuracy, and time of attention.
 
     python benchmarks/kv_cache.py time --out benchmarks/results/cpu_kv_cache.csv
     python benchmarks/kv_cache.py time --device cuda --sequences 1,8,64,128,256 --out ...
     python benchmarks/kv_cache.py accuracy models/pico --out benchmarks/results/kv_accuracy.csv
+    python benchmarks/kv_cache.py accuracy MODEL.gguf --prose --windows 4 --out ...
 
 `time` is of one layer: the write of a token's K and V, and attention over random contents. Layers
 take turns, as in a model, and together are more than caches hold. All kinds of cache run in each
@@ -16,7 +17,6 @@ and the rise of the loss with its standard error.
 """
 
 import argparse
-import csv
 import itertools
 import math
 import time
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from csv_rows import add_rows
 from torch import Tensor
 
 from anybit.engine.attention import Batch, Scores, attention
@@ -42,15 +43,6 @@ KINDS = ("model", *KV_FORMATS)
 BLOCK = 16
 WHOLE = plain(torch.float32)
 COLD = {"cpu": 160 << 20, "cuda": 512 << 20}  # bytes of all layers' K and V, at least
-FACTS = ("device", "threads", "date", "versions")
-TIMES = (
-    *FACTS, "heads", "kv_heads", "dim", "kv", "sequences", "context", "tile", "us", "vs_bf16",
-    "bytes_a_token", "gbps",
-)  # fmt: skip
-SCORES = (
-    *FACTS, "model", "kv", "tokens", "kl", "kl_late", "agreement", "loss", "loss_error",
-    "bytes_a_token", "vs_bf16",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -65,22 +57,18 @@ def main() -> None:
     timing.add_argument("--tiles", default="", help="TOKENSxWARPSxSTAGES,... to try, on a GPU")
     timing.add_argument("--rounds", type=int, default=9)
     timing.add_argument("--device", default="cpu")
-    timing.set_defaults(run=times, columns=TIMES)
+    timing.set_defaults(run=times)
     scoring = parts.add_parser("accuracy")
     scoring.add_argument("model", type=Path)
     scoring.add_argument("--window", type=int, default=1024)
     scoring.add_argument("--windows", type=int, default=24)
     scoring.add_argument("--prose", action="store_true", help="Python's documentation, no code")
     scoring.add_argument("--device", default="cpu")
-    scoring.set_defaults(run=scores, columns=SCORES)
+    scoring.set_defaults(run=scores)
     for part in (timing, scoring):
         part.add_argument("--kinds", default=",".join(KINDS))
-        part.add_argument("--out", type=Path, help="a CSV that is written anew")
+        part.add_argument("--out", type=Path, help="a CSV to which rows are added")
     given = parser.parse_args()
-    file = given.out.open("w", newline="") if given.out else None
-    rows = csv.DictWriter(file, given.columns, lineterminator="\n") if file else None
-    if rows is not None:
-        rows.writeheader()
     cuda = given.device.startswith("cuda")
     facts = {
         "device": torch.cuda.get_device_name() if cuda else processor(),
@@ -89,9 +77,8 @@ def main() -> None:
     }  # fmt: skip
     for row in given.run(given):
         print(row, flush=True)
-        if rows is not None and file is not None:
-            rows.writerow(facts | row)
-            file.flush()
+        if given.out is not None:
+            add_rows(given.out, [facts | row])
 
 
 def numbers(text: str, separator: str = ",") -> list[int]:

@@ -89,14 +89,32 @@ def prompts() -> str:
     return markdown(["weights", "CUDA graph", *(f"{n:,}" for n in sizes)], out, words=2)
 
 
+SCORED = {  # models by which KV caches are shown
+    "pico": "pico",
+    "SmolLM2-135M-Instruct-Q4_1": "SmolLM2-135M",
+    "gemma-3-270m-Q4_K_M": "Gemma 3 270M",
+}
+
+
 def kv_cache() -> str:
-    """What a KV cache of each kind saves and costs."""
-    out = [
-        [cache(row["kv"]), f"{float(row['vs_bf16']):.2f}", f"{float(row['kl']):.6f}",
-         f"{float(row['agreement']):.2%}"]
-        for row in read("kv_accuracy")
-    ]  # fmt: skip
-    return markdown(["cache", "memory, heads of 64", "KL divergence", "same token"], out)
+    """What a KV cache of each kind saves, and what it costs each model."""
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in read("kv_accuracy"):
+        found[row["kv"]][row["model"]] = row
+    out = []
+    for kv, rows in found.items():
+        sizes = [f"{float(rows[model]['vs_bf16']):.2f}" for model in list(SCORED)[1:]]
+        losses = (
+            f"{float(rows[m]['loss']):.4f} ± {float(rows[m]['loss_error']):.4f}" for m in SCORED
+        )
+        out.append([cache(kv), *sizes, *losses])
+    titles = [
+        "cache",
+        "memory, heads of 64",
+        "of 256",
+        *(f"loss, {name}" for name in SCORED.values()),
+    ]
+    return markdown(titles, out)
 
 
 def cache(kv: str) -> str:

@@ -77,7 +77,7 @@ def test_memory() -> None:
     assert cache.nbytes == 320 * (128 + 4 * 4)
     assert cache.head_dim == 128
     mixed = LayerCache.empty(10, 2, 16, 256, KV_FORMATS["k8v4"], CPU)
-    assert mixed.nbytes == 320 * (256 + 4 + 128 + 4 * 4)
+    assert mixed.nbytes == 320 * (256 + 4 + 128 + 8 * 4)
     assert mixed.head_dim == 256
 
 
@@ -86,7 +86,7 @@ def test_memory() -> None:
 )
 def test_groups_are_as_few_as_may_be(dim: int, groups: int) -> None:
     """Of equal size, at most 64 channels, each in one half."""
-    assert int4.groups_of(dim) == groups
+    assert int4.groups_of(dim, 64) == groups
 
 
 def test_heads_without_halves_are_refused() -> None:

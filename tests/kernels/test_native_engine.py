@@ -171,10 +171,8 @@ def test_attention_over_pages(
     tables = pages_of(contexts)
     q = random(4, heads, dim, dtype=dtype, seed=5)
     lengths = torch.tensor(contexts, dtype=torch.int32)
-    wide = LayerCache(  # the definition in fp32
-        own.format, *(t.float() if kind == "model" else t for t in (own.k, own.v)), own.k_scale,
-        own.v_scale,
-    )  # fmt: skip
+    k, v = (t.float() if kind == "model" else t for t in (own.k, own.v))
+    wide = LayerCache(own.format, k, v, own.k_scale, own.v_scale)  # the definition in fp32
     batch = Batch(lengths, lengths, tables, lengths, lengths, [1] * 4, contexts, 4)
     want = definition.gathered(q.float(), wide, batch, scores)
     how = (scores.scale, scores.window, scores.softcap)

@@ -108,8 +108,13 @@ SHAPES = [  # heads, KV heads, dim, window, splits, whether there are sinks
 ]  # fmt: skip
 
 
+IN_GROUPS = [  # single tokens, and two groups of V in half a head
+    (((2, 1, 128, None, splits, False), "k8v4"), case) for splits, case in enumerate(CASES[:2], 1)
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("made", "texts"), pairs([*product(SHAPES, KINDS)], CASES))
+@pytest.mark.parametrize(("made", "texts"), [*pairs([*product(SHAPES, KINDS)], CASES), *IN_GROUPS])
 def test_attend(
     dtype: torch.dtype, made: tuple[tuple[Any, ...], str], texts: tuple[list[int], list[int]]
 ) -> None:
@@ -120,12 +125,8 @@ def test_attend(
     cache = make_cache(kv_heads, dim, kind, dtype)
     fill(cache)
     batch, q = batch_of(queries, contexts), random(sum(queries), heads, dim, dtype=dtype)
-    wide = LayerCache(  # the definition in fp32
-        cache.format,
-        *(t.float() if kind == "model" else t for t in (cache.k, cache.v)),
-        cache.k_scale,
-        cache.v_scale,
-    )
+    k, v = (t.float() if kind == "model" else t for t in (cache.k, cache.v))
+    wide = LayerCache(cache.format, k, v, cache.k_scale, cache.v_scale)  # the definition in fp32
     sinks = torch.arange(heads, device=DEVICE).to(dtype) - 1 if sunk else None
     scores = Scores(0.3, window, sinks=None if sinks is None else sinks.float())
     want = reference.gathered(q.float(), wide, batch, scores)
@@ -241,7 +242,8 @@ def test_what_is_left_to_torch(
     shape: tuple[int, ...], dtype: torch.dtype, reason: str | None
 ) -> None:
     k = torch.empty(shape, dtype=dtype, device="meta")
-    found = kernels.refuse(Planes(*["int4" if dtype == torch.uint8 else "model"] * 2, k, k))
+    kind = "int4" if dtype == torch.uint8 else "model"
+    found = kernels.refuse(Planes(kind, kind, k, k))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -294,11 +296,17 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0}, 4),
     (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64}, 2),
     (90, "_attend_int8", "int4", {"SPLITS": 32, "WINDOW": 64}, 2),
-    (90, "_attend", "int4", {"D": 256, "GROUPS": 2, "ROWS": 128} | WHOLE, 8),
-    (90, "_attend", "k8v4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0}, 4),
-    (90, "_attend_int8", "k8v4", {"SPLITS": 32, "WINDOW": 64}, 2),
-    (80, "_attend_int8", "k8v4", WHOLE, 2),
-    (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 2}, 4),
+    (90, "_attend", "int4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),
+    (
+        90,
+        "_attend",
+        "k8v4",
+        {"ROWS": 32, "GROUPS": 2, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0},
+        4,
+    ),
+    (90, "_attend_int8", "k8v4", {"SPLITS": 32, "WINDOW": 64, "GROUPS": 2}, 2),
+    (80, "_attend_int8", "k8v4", WHOLE | {"GROUPS": 2}, 2),
+    (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 4}, 4),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
@@ -359,7 +367,7 @@ class FakeGraph:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
 @pytest.mark.parametrize(("model", "kv", "scheme"), [
     ("llama-round", "model", "liquid@int8"), ("gpt_oss", "int8", None), ("qwen3", "int4", None),
-    *[("qwen3", "int8", None), ("mistral", "model", None)] * EVERY_KERNEL,
+    *[("qwen3", "int8", None), ("qwen3", "k8v4", None), ("mistral", "model", None)] * EVERY_KERNEL,
     *[("starcoder2", "model", None)] * EVERY_KERNEL,
 ])  # fmt: skip
 def test_the_engine_on_these_kernels(

@@ -1,7 +1,7 @@
 """K or V in 4 bits: the definition, in plain torch.
 
 A head's numbers x are c * scale + low with codes c from 0 to 15, and scale and low in fp16 for each
-group of up to 64 channels of each token. Byte i holds the codes of channels i and i + D / 2, the
+group of channels of each token. Byte i holds the codes of channels i and i + D / 2, the
 first in its low bits, so that unpacked bytes are the two halves of a head, as rotary embeddings
 have them; a group lies in one half.
 
@@ -15,40 +15,39 @@ from torch import Tensor
 
 from anybit.engine.kv.format import Numbers, zeros
 
-WIDEST = 64  # channels of a group
 MOST = 15.0  # code
 # fp16 has nothing smaller; zeros, whose range is none, need a scale to be divided by.
 LEAST_SCALE = 2.0**-24
 
 
 class Int4(Numbers):
-    """Codes of 4 bits. rotated: whether channels are mixed before, as K's are."""
+    """Codes of 4 bits. group: channels that share a scale, at most; rotated: as K is."""
 
     packs, kind, turned = 2, "int4", True
 
-    def __init__(self, rotated: bool = False) -> None:
+    def __init__(self, group: int, rotated: bool = False) -> None:
         super().__init__(torch.uint8)
-        self.rotated = rotated
+        self.group, self.rotated = group, rotated
 
     def empty_scale(self, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
         blocks, heads, size, dim = shape
-        return zeros((blocks, heads, groups_of(dim), size, 2), torch.half, device)
+        return zeros((blocks, heads, groups_of(dim, self.group), size, 2), torch.half, device)
 
     def turn(self, x: Tensor) -> Tensor:
         return spread(x) if self.rotated else x
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return encode(x, groups_of(x.shape[-1]))
+        return encode(x, groups_of(x.shape[-1], self.group))
 
     def decode(self, codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scale is not None
         return decode(codes, scale).to(dtype)
 
 
-def groups_of(dim: int) -> int:
-    """Groups of equal size that heads of `dim` channels have: as few as may be in each half."""
+def groups_of(dim: int, most: int) -> int:
+    """Groups of equal size, of `most` channels at most, that heads have: few in each half."""
     half = dim // 2
-    return 2 * next(n for n in range(1, half + 1) if half % n == 0 and half // n <= WIDEST)
+    return 2 * next(n for n in range(1, half + 1) if half % n == 0 and half // n <= most)
 
 
 def spread(x: Tensor) -> Tensor:

@@ -333,8 +333,8 @@ def attend(
             q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            SPLITS=splits, TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages,
-            **kinds, **overlap(q.device),
+            GROUPS=cache.groups, SPLITS=splits, TOKENS=tile.tokens, num_warps=tile.warps,
+            num_stages=tile.stages, **kinds, **overlap(q.device),
         )  # fmt: skip
     else:
         most = batch * -(-group // rows)
