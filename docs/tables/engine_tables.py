@@ -102,19 +102,10 @@ def kv_cache() -> str:
     for row in read("kv_accuracy"):
         found[row["kv"]][row["model"]] = row
     out = []
-    for kv, rows in found.items():
-        sizes = [f"{float(rows[model]['vs_bf16']):.2f}" for model in list(SCORED)[1:]]
-        losses = (
-            f"{float(rows[m]['loss']):.4f} ± {float(rows[m]['loss_error']):.4f}" for m in SCORED
-        )
-        out.append([cache(kv), *sizes, *losses])
-    titles = [
-        "cache",
-        "memory, heads of 64",
-        "of 256",
-        *(f"loss, {name}" for name in SCORED.values()),
-    ]
-    return markdown(titles, out)
+    for kv, rows in list(found.items())[1:]:
+        size = f"{float(rows['pico']['vs_bf16']):.2f}"
+        out.append([cache(kv), size, *(f"{float(rows[m]['loss']) + 0:.4f}" for m in SCORED)])
+    return markdown(["cache", "memory", *SCORED.values()], out)
 
 
 def cache(kv: str) -> str:

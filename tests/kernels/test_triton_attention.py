@@ -280,6 +280,7 @@ for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
 """
 
 
+ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
 WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
 NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
@@ -296,7 +297,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0}, 4),
     (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64}, 2),
     (90, "_attend_int8", "int4", {"SPLITS": 32, "WINDOW": 64}, 2),
-    (90, "_attend", "int4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),
+    (90, "_attend", "k8v4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),
     (
         90,
         "_attend",
@@ -326,7 +327,7 @@ def test_compiles_for_gpus() -> None:
     lines = [line.split() for line in run.stdout.splitlines()]
     assert [line[0] for line in lines] == [job[0] for job in jobs]
     for (arch, *_), (name, shared, uses_mma, waits) in zip(KERNELS, lines, strict=True):
-        assert int(shared) <= 99 << 10, name  # what the smallest GPU from sm_80 on has
+        assert int(shared) <= ROOM, name
         assert (uses_mma == "True") == (name in ("_attend", "_attend_int8")), name
         assert (waits == "True") == (arch >= 90), name  # for the previous kernel
 
@@ -349,6 +350,12 @@ def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
     tile = kernels.PROMPT if more.get("ROWS") == 128 else kernels.TILES[k_kind]
+    if more.get("ROWS") == 128:
+        dim, groups = constants["D"], constants["GROUPS"]
+        bytes_of = {"model": 2 * dim, "int4": dim // 2}
+        head = bytes_of.get(k_kind, dim) + 8 * groups
+        tile = kernels.fitted(tile._replace(rows=128), dim, 2, head, ROOM)
+        constants["ROWS"] = tile.rows
     if "TOKENS" in constants:
         constants["TOKENS"] = tile.tokens
     return name, pointers, constants, warps, tile.stages, arch

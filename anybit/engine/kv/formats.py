@@ -6,7 +6,7 @@ from anybit.engine.kv.int8 import Int8
 
 # Nats a token, of benchmarks/results/kv_accuracy.csv.
 LOSS_OF_INT4 = (
-    "4 bits for K cost SmolLM2-135M 0.062 nats a token and Gemma 3 270M, with heads of 256, 0.12; "
+    "4 bits for K cost SmolLM2-135M 0.062 nats a token and Gemma 3 270M, with heads of 256, 0.097; "
     "k8v4, with 8 bits for K, costs them 0.008 and 0.006"
 )
 KV_FORMATS: dict[str, KvFormat] = {

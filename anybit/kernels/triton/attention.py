@@ -275,9 +275,9 @@ def refuse(cache: Planes) -> str | None:
     """None when these kernels can be used on a cache, or why not."""
     if reason := refuse_cache(cache):
         return reason
-    dim, room, number = cache.head_dim, shared_memory(cache.k.device), cache.k.element_size()
+    dim, room, size = cache.head_dim, shared_memory(cache.k.device), cache.k.element_size()
     least = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
-    if (need := shared_bytes(least, dim, max(2, number), number * cache.k.shape[3])) > room:
+    if (need := shared_bytes(least, dim, max(2, size), head_bytes(cache))) > room:
         return f"a head dimension of {dim} takes {need} bytes of shared memory, and it has {room}"
     return None
 
@@ -314,7 +314,7 @@ def attend(
     rows = max(16, min(128, next_power_of_2(longest * group)))
     tile = tile or (PROMPT if rows == 128 else TILES[k_kind])
     tile = fitted(
-        tile._replace(rows=tile.rows or rows), dim, q.element_size(), k.element_size() * k.shape[3],
+        tile._replace(rows=tile.rows or rows), dim, q.element_size(), head_bytes(cache),
         shared_memory(q.device),
     )  # fmt: skip
     rows = tile.rows
@@ -367,7 +367,7 @@ def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
         tile: With its rows.
         dim: Of a head.
         size: Bytes of a query's number.
-        head: Bytes of a head of K or V in the cache.
+        head: Bytes of a token's head of K or V in the cache, with its scales.
         room: Bytes.
     """
     while shared_bytes(tile, dim, size, head) > room:
@@ -384,10 +384,15 @@ def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
     return tile
 
 
+def head_bytes(cache: Planes) -> int:
+    """Of a token's head of K or V, with its scales, at most."""
+    return cache.k.element_size() * cache.k.shape[3] + 8 * cache.groups
+
+
 def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
     """Of a program, at most: queries, tiles of K and V, probabilities, scales of tokens."""
     tiles = max(1, 2 * (tile.stages - 1))
-    keys = tiles * (head + 8) + tile.rows * size
+    keys = tiles * head + tile.rows * size
     return tile.rows * dim * size + tile.tokens * keys + 1024
 
 

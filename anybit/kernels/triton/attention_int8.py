@@ -231,7 +231,7 @@ def _attend_int8(
                 score += _scores(codes, digits[g], wholes[g], at_grid)
                 score += _scores(codes_high, digits[GROUPS + g], wholes[GROUPS + g], high_grid)
         else:
-            score = _both(tl.dot(tl.load(at_k), digits[0]))
+            score = _both(tl.dot(tl.load(at_k), digits[0]))  # type: ignore[misc]
             if K_KIND == "dynamic":
                 score *= tl.load(k_scale + row)[:, None]
         score *= unit[None, :]
@@ -273,10 +273,9 @@ def _attend_int8(
             for i in tl.static_range(V_PARTS):
                 added_lows = added_lows + (lows[i] * fade[None, :] + p * offsets[i][:, None],)
             accs, lows = added + added_high, added_lows
-        elif V_KIND == "dynamic":
-            accs = (_add(accs[0], tl.load(at_v), p * scales[0][:, None], fade),)
         else:
-            accs = (_add(accs[0], tl.load(at_v), p * 126.0, fade),)
+            weights = p * 126.0 if V_KIND == "static" else p * scales[0][:, None]  # type: ignore[misc]
+            accs = (_add(accs[0], tl.load(at_v), weights, fade),)  # type: ignore[misc]
         most = new
     total = tl.sum(total, 0)
     live = tl.arange(0, HEADS) < GROUP
