@@ -135,7 +135,8 @@ def caches(
 def randomize(cache: LayerCache) -> None:
     """Fill all blocks of a cache with the same random tokens."""
     heads, size = cache.k.shape[1:3]
-    k, v = torch.randn(2, size, heads, cache.head_dim, device=cache.k.device)
+    dtype = cache.k.dtype if cache.k.is_floating_point() else torch.float32
+    k, v = torch.randn(2, size, heads, cache.head_dim, device=cache.k.device, dtype=dtype)
     cache.store(k, v, torch.arange(size, device=cache.k.device))
     for t in cache.of_tokens:
         t.copy_(t[:1].expand_as(t))
