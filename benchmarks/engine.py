@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from kv_cache import randomize
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -38,8 +39,9 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
-from anybit.engine.assemble import KV_DTYPES
-from anybit.engine.attention import LayerCache
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import plain
+from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.models.layers import Decoder
@@ -229,7 +231,8 @@ def measure(
             loaded, kv_cache="int8" if kv == STATIC else kv, max_running=most,
             prefix_caching=False, block_size=BLOCK, kv_bytes=cache_bytes,
         )  # fmt: skip
-        randomize(llm)
+        for cache in llm.engine.runner.caches:
+            randomize(cache)
         if kv == args.kv.split(",")[0] and not args.no_prompts:
             prefill, ttft = prefill_speed(llm, config)
         for context, batch in itertools.product(contexts, batches):
@@ -346,10 +349,11 @@ def room_for(each: int, weights: int, batches: list[int], device: torch.device) 
 
 def kv_bytes(model: Decoder, kv: str) -> int:
     """Bytes of one token in the cache."""
-    meta, dtype = torch.device("meta"), KV_DTYPES.get(kv.removesuffix("-static"), torch.bfloat16)
+    meta = torch.device("meta")
+    format = KV_FORMATS.get(kv.removesuffix("-static")) or plain(torch.bfloat16)
     scales = static_scales(model)[0] if kv == STATIC else None
     return sum(
-        LayerCache.empty(1, heads, 1, dim, dtype, meta, scales).nbytes
+        LayerCache.empty(1, heads, 1, dim, format, meta, scales).nbytes
         for heads, dim in model.cache_shapes
     )
 
@@ -370,18 +374,6 @@ def stored(model: torch.nn.Module) -> list[Tensor]:
             if t is not None:
                 found[t.data_ptr()] = t
     return list(found.values())
-
-
-def randomize(llm: LLM) -> None:
-    for cache in llm.engine.runner.caches:
-        for t in (cache.k, cache.v):
-            if cache.k_scale is None:
-                t.normal_()
-            else:
-                t.random_(*((0, 256) if cache.packed else (-127, 128)))
-        if cache.k_scale is not None and cache.v_scale is not None:
-            cache.k_scale.fill_(0.02)
-            cache.v_scale.fill_(0.02)
 
 
 def fill(llm: LLM, batch: int, context: int) -> None:

@@ -1,8 +1,9 @@
-"""The KV cache in the model's dtype, int8 and int4: memory, accuracy, and time of attention.
+"""The KV cache in the model's dtype and in others: memory, accuracy, and time of attention.
 
     python benchmarks/kv_cache.py time --out benchmarks/results/cpu_kv_cache.csv
     python benchmarks/kv_cache.py time --device cuda --sequences 1,8,64,128,256 --out ...
     python benchmarks/kv_cache.py accuracy models/pico --out benchmarks/results/kv_accuracy.csv
+    python benchmarks/kv_cache.py accuracy MODEL.gguf --prose --windows 4 --out ...
 
 `time` is of one layer: the write of a token's K and V, and attention over random contents. Layers
 take turns, as in a model, and together are more than caches hold. All kinds of cache run in each
@@ -11,11 +12,11 @@ process over its threads, so that other processes count little. `--tiles 64x2x2,
 of Triton's kernel (tokens, warps, stages) instead of the ones that it has.
 
 `accuracy` reads held-out text through the cache and compares with a cache in the model's dtype:
-KL divergence in nats a token, in all and in the second half of windows, where contexts are long.
+KL divergence in nats a token, in all and in the second half of windows, where contexts are long,
+and the rise of the loss with its standard error.
 """
 
 import argparse
-import csv
 import itertools
 import math
 import time
@@ -25,25 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from csv_rows import add_rows
 from torch import Tensor
 
-from anybit.engine.assemble import KV_DTYPES
-from anybit.engine.attention import Batch, LayerCache, Scores, attention
+from anybit.engine.attention import Batch, Scores, attention
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import KvFormat, Numbers, plain
+from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import block_bytes, caches_of
 from anybit.engine.models.layers import Decoder
-from anybit.evaluate.corpus import held_out_text
+from anybit.evaluate.corpus import held_out_text, prose
 from anybit.kernels.native.isa import processor
 
-KINDS = ("model", *KV_DTYPES)
+KINDS = ("model", *KV_FORMATS)
 BLOCK = 16
+WHOLE = plain(torch.float32)
 COLD = {"cpu": 160 << 20, "cuda": 512 << 20}  # bytes of all layers' K and V, at least
-FACTS = ("device", "threads", "date", "versions")
-TIMES = (
-    *FACTS, "heads", "kv_heads", "dim", "kv", "sequences", "context", "tile", "us", "vs_bf16",
-    "bytes_a_token", "gbps",
-)  # fmt: skip
-SCORES = (*FACTS, "model", "kv", "tokens", "kl", "kl_late", "agreement", "bytes_a_token", "vs_bf16")
 
 
 def main() -> None:
@@ -58,21 +57,18 @@ def main() -> None:
     timing.add_argument("--tiles", default="", help="TOKENSxWARPSxSTAGES,... to try, on a GPU")
     timing.add_argument("--rounds", type=int, default=9)
     timing.add_argument("--device", default="cpu")
-    timing.set_defaults(run=times, columns=TIMES)
+    timing.set_defaults(run=times)
     scoring = parts.add_parser("accuracy")
     scoring.add_argument("model", type=Path)
     scoring.add_argument("--window", type=int, default=1024)
     scoring.add_argument("--windows", type=int, default=24)
+    scoring.add_argument("--prose", action="store_true", help="Python's documentation, no code")
     scoring.add_argument("--device", default="cpu")
-    scoring.set_defaults(run=scores, columns=SCORES)
+    scoring.set_defaults(run=scores)
     for part in (timing, scoring):
         part.add_argument("--kinds", default=",".join(KINDS))
-        part.add_argument("--out", type=Path, help="a CSV that is written anew")
+        part.add_argument("--out", type=Path, help="a CSV to which rows are added")
     given = parser.parse_args()
-    file = given.out.open("w", newline="") if given.out else None
-    rows = csv.DictWriter(file, given.columns, lineterminator="\n") if file else None
-    if rows is not None:
-        rows.writeheader()
     cuda = given.device.startswith("cuda")
     facts = {
         "device": torch.cuda.get_device_name() if cuda else processor(),
@@ -81,9 +77,8 @@ def main() -> None:
     }  # fmt: skip
     for row in given.run(given):
         print(row, flush=True)
-        if rows is not None and file is not None:
-            rows.writerow(facts | row)
-            file.flush()
+        if given.out is not None:
+            add_rows(given.out, [facts | row])
 
 
 def numbers(text: str, separator: str = ",") -> list[int]:
@@ -103,7 +98,7 @@ def times(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for kind, tile in itertools.product(given.kinds.split(","), tiles):
             layers = caches(kind, sequences, context, kv_heads, dim, device)
             sizes[kind] = layers[0].nbytes / (layers[0].k.shape[0] * BLOCK)
-            step = Step(layers, sequences, context, heads, dim, tile, kind)
+            step = Step(layers, sequences, context, heads, dim, tile)
             steps[kind, tile and "x".join(map(str, tile))] = recorded(step, device)
         found = dict.fromkeys(steps, math.inf)
         for _ in range(given.rounds):
@@ -125,16 +120,11 @@ def caches(
 ) -> list[LayerCache]:
     """Layers of a cache that is full of random contents."""
     blocks = sequences * -(-context // BLOCK)
-    dtype = KV_DTYPES.get(kind, torch.bfloat16)
+    format = KV_FORMATS.get(kind) or plain(torch.bfloat16)
 
     def layer() -> LayerCache:
-        cache = LayerCache.empty(blocks, heads, BLOCK, dim, dtype, device)
-        for t, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-            if scale is None:
-                t.normal_()
-            else:
-                t.random_(*((0, 256) if cache.packed else (-127, 128)))
-                scale.fill_(0.02)
+        cache = LayerCache.empty(blocks, heads, BLOCK, dim, format, device)
+        randomize(cache)
         return cache
 
     first = layer()
@@ -142,12 +132,22 @@ def caches(
     return [first, *(layer() for _ in range(count - 1))]
 
 
+def randomize(cache: LayerCache) -> None:
+    """Fill all blocks of a cache with the same random tokens."""
+    heads, size = cache.k.shape[1:3]
+    dtype = cache.k.dtype if cache.k.is_floating_point() else torch.float32
+    k, v = torch.randn(2, size, heads, cache.head_dim, device=cache.k.device, dtype=dtype)
+    cache.store(k, v, torch.arange(size, device=cache.k.device))
+    for t in cache.of_tokens:
+        t.copy_(t[:1].expand_as(t))
+
+
 class Step:
     """A decode step of attention in all layers: every sequence writes a token and attends."""
 
     def __init__(
         self, layers: list[LayerCache], sequences: int, context: int, heads: int, dim: int,
-        tile: list[int] | None, kind: str,
+        tile: list[int] | None,
     ):  # fmt: skip
         device, blocks = layers[0].k.device, -(-context // BLOCK)
         self.layers, self.heads, self.scores = layers, heads, Scores(dim**-0.5)
@@ -163,14 +163,13 @@ class Step:
         self.qkv = torch.randn(sequences, width, dtype=torch.bfloat16, device=device)
         angles = torch.rand(context, dim // 2, device=device)
         self.rope = angles.cos(), angles.sin()
-        self.tile, self.kind = tile, kind
+        self.tile = tile
 
     def __call__(self) -> Tensor:
         if self.tile is not None:
             from anybit.kernels.triton import attention as kernels
 
-            stored = "dynamic" if self.kind == "int8" else self.kind
-            kernels.TILES[stored] = kernels.Tile(*self.tile)
+            kernels.TILES[self.layers[0].format.k.kind] = kernels.Tile(*self.tile)
         for layer in self.layers:
             out = attention(self.qkv, self.heads, layer, self.batch, self.rope, self.scores)
         return out
@@ -209,45 +208,69 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
 # Accuracy.
 
 
-class Rounded(LayerCache):
-    """A cache in fp32 of what bf16 holds."""
+class Rounded(Numbers):
+    """In fp32, what bf16 holds."""
 
-    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        super().store(k.bfloat16().float(), v.bfloat16().float(), slots)
+    kind = None  # by no kernel
+
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return x.bfloat16().float(), None
+
+
+ROUNDED = Rounded(torch.float32)
 
 
 @torch.inference_mode()
 def scores(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Everything in fp32 but K and V, so that nothing else differs."""
-    llm = LLM(given.model, dtype="float32", device=given.device, max_running=1)
+    llm = LLM(
+        given.model, dtype="float32", device=given.device, max_running=1, keep="decoded",
+        kv_bytes=1 << 28,
+    )  # fmt: skip
     model: Decoder = llm.engine.runner.model  # type: ignore[attr-defined]
     device, size = model.embed_tokens.device, min(given.window, llm.length)
-    texts = [llm.encode(text)[:size] for _, text in held_out_text()]
-    texts = [text for text in texts if len(text) == size][: given.windows]
-    exact = [logits(model, text, caches_of(model, -(-size // BLOCK), BLOCK, torch.float32, device))
+    texts = windows(llm, size, given.prose)[: given.windows]
+    exact = [logits(model, text, caches_of(model, -(-size // BLOCK), BLOCK, WHOLE, device))
              for text in texts]  # fmt: skip
-    dense = block_bytes(model, BLOCK, torch.bfloat16)
+    losses = [loss(found, text) for found, text in zip(exact, texts, strict=True)]
+    unquantized = block_bytes(model, BLOCK, plain(torch.bfloat16))
     for kind in given.kinds.split(","):
-        dtype = KV_DTYPES.get(kind, torch.float32)
-        layers = caches_of(model, -(-size // BLOCK), BLOCK, dtype, device)
-        if kind == "model":
-            layers = [Rounded(layer.k, layer.v) for layer in layers]
-            for layer in layers:
-                layer.fused = layer.native = False
-        nbytes = dense if kind == "model" else block_bytes(model, BLOCK, dtype)
-        found = []
-        for text, want in zip(texts, exact, strict=True):
+        format = KV_FORMATS.get(kind) or KvFormat(kind, ROUNDED, ROUNDED)
+        layers = caches_of(model, -(-size // BLOCK), BLOCK, format, device)
+        nbytes = unquantized if kind == "model" else block_bytes(model, BLOCK, format)
+        found, rises = [], []
+        for text, want, before in zip(texts, exact, losses, strict=True):
             got = logits(model, text, layers)
             kl = (want.exp() * (want - got)).sum(-1)
             same = (want.argmax(-1) == got.argmax(-1)).float()
             found.append(torch.stack((kl, same)))
+            rises.append(loss(got, text) - before)
         kl, same = torch.stack(found).unbind(1)
+        rise = torch.cat(rises)
         yield {
-            "model": given.model.name, "kv": kind, "tokens": kl.numel(),
+            "model": given.model.stem, "kv": kind, "tokens": kl.numel(),
             "kl": f"{kl.mean():.2e}", "kl_late": f"{kl[:, size // 2 :].mean():.2e}",
-            "agreement": round(float(same.mean()), 4), "bytes_a_token": nbytes // BLOCK,
-            "vs_bf16": round(nbytes / dense, 3),
+            "agreement": round(float(same.mean()), 4), "loss": f"{rise.mean():.4f}",
+            "loss_error": f"{rise.std() / rise.numel() ** 0.5:.4f}",
+            "bytes_a_token": nbytes // BLOCK, "vs_bf16": round(nbytes / unquantized, 3),
         }  # fmt: skip
+
+
+def windows(llm: LLM, size: int, english: bool) -> list[list[int]]:
+    """Texts of so many tokens: the beginnings of modules, or prose cut into pieces."""
+    if not english:
+        texts = [llm.encode(text)[:size] for _, text in held_out_text()]
+        return [text for text in texts if len(text) == size]
+    first = llm.encode("")  # what the tokenizer puts before a text
+    tokens = llm.encode("\n\n".join(prose(held_out=True)))[len(first) :]
+    each = size - len(first)
+    return [first + tokens[i : i + each] for i in range(0, len(tokens) - each + 1, each)]
+
+
+def loss(log_probabilities: Tensor, text: list[int]) -> Tensor:
+    """Of all tokens but the first, nats."""
+    own = torch.tensor(text[1:], device=log_probabilities.device)[:, None]
+    return -log_probabilities[:-1].gather(1, own)[:, 0]
 
 
 def logits(model: Decoder, text: list[int], layers: list[LayerCache]) -> Tensor:

@@ -140,7 +140,7 @@ def test_w4a8_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("w4a8_serve", monkeypatch, 0)
     ((llm, settings, host),) = served
     assert (settings.names, host) == (("pico",), "127.0.0.1")
-    assert llm.kv_dtype == torch.int8
+    assert llm.kv_cache == "int8"
     (answer,) = llm.generate("def f(x):", anybit.SamplingParams(temperature=0, max_tokens=8))
     assert len(answer.tokens) == 8
     assert answer.text.strip()

@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
-
-import torch
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.fallback import Generator
 from anybit.engine.graphs import prompt_sizes
-from anybit.engine.int4 import INT4, check_width
+from anybit.engine.kv.format import KvFormat, plain
+from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
 from anybit.engine.memory import cache_room, step_bytes
@@ -25,15 +23,13 @@ from anybit.errors import InvalidInput
 
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
 MOST_DRAFTED = 128  # tokens of a captured step with drafts
-KV_DTYPES = {"int8": torch.int8, "int4": INT4}
-Kv = Literal["auto", "model", "int8", "int4"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """How an engine runs, as `LLM` has it. draft: None, "ngram", "auto" or another model."""
 
-    kv_dtype: torch.dtype
+    kv: KvFormat
     kv_bytes: int | None
     max_running: int
     max_tokens: int
@@ -44,13 +40,14 @@ class Settings:
     draft_tokens: int
 
 
-def kv_kind(model: Decoder | Generator, asked: Kv) -> Kv:
-    """What a model's KV cache holds: "model" (the model's dtype), "int8" or "int4"."""
+def kv_format(loaded: Loaded, asked: str) -> KvFormat:
+    """The format of a model's KV cache. asked: "auto", "model" or one of `KV_FORMATS`."""
+    model = loaded.model
     if isinstance(model, Generator):
-        return "model"
-    if asked != "auto":
-        return asked
-    return "int8" if all(scales is not None for scales in model.kv_scales) else "model"
+        asked = "model"
+    elif asked == "auto":
+        asked = "int8" if all(scales is not None for scales in model.kv_scales) else "model"
+    return KV_FORMATS.get(asked) or plain(loaded.dtype)
 
 
 def assemble(
@@ -61,11 +58,12 @@ def assemble(
     Args:
         loaded: The model.
         small: One that guesses for it, as `load_draft` gives it.
-        settings: With the `kv_dtype` that `kv_kind` stands for.
+        settings: How it runs.
         decode: Text of tokens; None without a tokenizer.
 
     Raises:
         InvalidInput: The KV cache has no room for two blocks.
+        Unsupported: Its format does not take the model's heads.
     """
     vocabulary = loaded.config.get_text_config().vocab_size
     runner: Runner
@@ -108,7 +106,7 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
     if small is not None and has_own_cache(settings):
         assert not isinstance(small.model, Generator)
         models.append(small.model)
-    size, kind = settings.block_size, settings.kv_dtype
+    size, kv = settings.block_size, settings.kv
     tokens = min(settings.max_tokens, most * model.length)
     # Beside a step there is what graphs hold.
     kept = max(rows, prompt_sizes(tokens)[-1])
@@ -117,8 +115,8 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
     step = step_bytes(loaded.config.get_text_config(), tokens + kept, most)
     if small is not None:
         step += step_bytes(small.config.get_text_config(), kept, 0)
-    blocks = cache_blocks(models, size, kind, settings.kv_bytes, most, step)
-    runner = ModelRunner(model, blocks, size, kind, rows, tokens, settings.deterministic)
+    blocks = cache_blocks(models, size, kv, settings.kv_bytes, most, step)
+    runner = ModelRunner(model, blocks, size, kv, rows, tokens, settings.deterministic)
     return runner, blocks
 
 
@@ -130,7 +128,7 @@ def draft_model(
     apart, size = has_own_cache(settings), settings.block_size
     caches = None if apart else runner.caches
     behind = ModelRunner(
-        small.model, blocks, size, settings.kv_dtype, settings.max_running, settings.max_tokens,
+        small.model, blocks, size, settings.kv, settings.max_running, settings.max_tokens,
         caches=caches,
     )  # fmt: skip
     own = BlockManager(blocks, size, settings.prefix_caching) if apart else None
@@ -143,19 +141,18 @@ def has_own_cache(settings: Settings) -> bool:
 
 
 def cache_blocks(
-    models: list[Decoder], block_size: int, kv_dtype: torch.dtype, kv_bytes: int | None,
-    max_running: int, step: int,
+    models: list[Decoder], block_size: int, kv: KvFormat, kv_bytes: int | None, max_running: int,
+    step: int,
 ) -> int:  # fmt: skip
     """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two.
 
     models: that have caches of so many blocks, the one that decides how many are needed first.
     step: bytes that a step of theirs takes on a GPU.
     """
-    if kv_dtype == INT4:
-        for _, dim in (shape for m in models for shape in m.cache_shapes):
-            check_width(dim)
+    for _, dim in (shape for model in models for shape in model.cache_shapes):
+        kv.check(dim)
     model = models[0]
-    each = sum(block_bytes(m, block_size, kv_dtype) for m in models)
+    each = sum(block_bytes(m, block_size, kv) for m in models)
     room = cache_room(model.embed_tokens.device, step if kv_bytes is None else None)
     if room is not None and kv_bytes is not None and room < kv_bytes:
         raise InvalidInput(
@@ -166,7 +163,8 @@ def cache_blocks(
         raise InvalidInput(
             f"a KV cache of two blocks of {each} bytes does not fit: beside the weights and about "
             f"{step} bytes that a step takes, the GPU has {room} bytes left; use fewer bits for "
-            "weights, kv_cache='int8' or 'int4', or smaller max_tokens or max_running"
+            f"weights, kv_cache={' or '.join(map(repr, KV_FORMATS))}, or smaller max_tokens or "
+            "max_running"
         )
     if kv_bytes is None:
         most = CPU_CACHE if room is None else room

@@ -1,25 +1,20 @@
-"""The paged KV cache, and attention over it."""
+"""Attention over the paged KV cache."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.engine import int4
-from anybit.engine.fused import compiled, rms_norm
-from anybit.kernels.backend import has_triton
+from anybit.engine.fused import rms_norm
+from anybit.engine.kv.cache import LayerCache
 
-INT8_LARGEST = 127.0
 # Tokens of a prompt from which torch's attention takes half the time of our kernel (2 prompts of
 # 1024 on an H200: 52 against 95 us), and what it takes to gather the pages is small.
 LONG = 256
-ALIGNED = 64  # bytes, as torch has it
 
 
 @dataclass(frozen=True)
@@ -94,161 +89,6 @@ class Scores:
     mask: Mask | None = None
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros`; on a CPU, memory that the system gives when it is first written.
-
-    torch writes its zeros: a GiB of cache would take up to two seconds, and a GiB, before anything
-    is kept in it.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
-    first = -memory.data_ptr() % ALIGNED
-    return memory[first : first + size].view(dtype).view(shape)
-
-
-@dataclass
-class LayerCache:
-    """K and V of one layer, (blocks, kv_heads, block_size, head_dim), in a dtype, int8 or int4.
-
-    int8 has scales: static ones of each channel (kv_heads, head_dim), or dynamic ones of each
-    token and head (blocks, kv_heads, block_size). int4 has two codes in a byte, and scales and
-    lows (blocks, kv_heads, groups, block_size, 2); K is rotated (`anybit.engine.int4`). V in int8
-    or int4 on a GPU is (blocks, kv_heads, head_dim, block_size): a matrix unit sums over tokens,
-    and wants bytes that it sums side by side.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.fused = usable(self.k)  # Triton's kernels take it
-        self.native = usable_on_cpu(self.k)
-
-    @property
-    def turned(self) -> bool:
-        """Whether V's tokens lie side by side."""
-        return self.v_scale is not None and not self.native
-
-    @classmethod
-    def empty(
-        cls,
-        blocks: int,
-        heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scales: tuple[Tensor, Tensor] | None = None,
-    ) -> "LayerCache":
-        """A cache of zeros. dtype: the model's, int8 or INT4. scales: static ones, for int8."""
-        if dtype == int4.INT4:
-            int4.check_head_dim(head_dim)
-            head_dim //= 2
-        shape = (blocks, heads, block_size, head_dim)
-        k, v = (zeros(shape, dtype, device) for _ in range(2))
-        if dtype not in (torch.int8, int4.INT4):
-            return cls(k, v)
-        if not usable_on_cpu(k):
-            v = v.view(blocks, heads, head_dim, block_size)
-        if dtype == int4.INT4:
-            k_scale, v_scale = (
-                zeros((blocks, heads, groups, block_size, 2), torch.half, device)
-                for groups in (int4.K_GROUPS, int4.V_GROUPS)
-            )
-        elif scales is not None:
-            k_scale, v_scale = (s.to(device, torch.float32) for s in scales)
-        else:
-            k_scale, v_scale = (torch.ones(shape[:3], device=device) for _ in range(2))
-        return cls(k, v, k_scale, v_scale)
-
-    @property
-    def packed(self) -> bool:
-        """Whether it is in int4."""
-        return self.k.dtype == int4.INT4
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[3] * (2 if self.packed else 1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K and V, and of scales that belong to tokens."""
-        planes = (self.k, self.v) if self.static else (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(t.nbytes for t in planes if t is not None)
-
-    @property
-    def static(self) -> bool:
-        """Whether the scales belong to channels and were known before."""
-        return self.k_scale is not None and self.k_scale.ndim == 2
-
-    @property
-    def values(self) -> Tensor:
-        """V as (blocks, kv_heads, block_size, head_dim)."""
-        return self.v.transpose(2, 3) if self.turned else self.v
-
-    def store(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Write K and V (T, kv_heads, head_dim) of tokens to their slots."""
-        block_size = self.k.shape[2]
-        block, offset = slots // block_size, slots % block_size
-        k = int4.spread(k) if self.packed else k
-        for cache, scale, x in ((self.k, self.k_scale, k), (self.values, self.v_scale, v)):
-            if scale is None:
-                cache[block, :, offset] = x
-            elif self.static:
-                cache[block, :, offset] = round_int8(x.float() / scale)
-            elif self.packed:
-                codes, grid = int4.encode(x, scale.shape[2])
-                cache[block, :, offset] = codes
-                scale[block, :, :, offset] = grid
-            else:
-                # Scales of zeros would divide by zero; any other scale keeps zeros as they are.
-                token = (x.float().abs().amax(-1) / INT8_LARGEST).clamp_min(1e-10)
-                cache[block, :, offset] = round_int8(x.float() / token[..., None])
-                scale[block, :, offset] = token
-
-    def load(self, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V of the blocks in `table` (..., blocks): (..., kv_heads, tokens, head_dim).
-
-        K in int4 is rotated, and for queries that are, too.
-        """
-        out = []
-        for cache, scale in ((self.k, self.k_scale), (self.values, self.v_scale)):
-            x = cache[table]
-            if scale is not None and self.packed:
-                x = int4.decode(x, scale[table].transpose(-3, -2)).to(dtype)
-            elif scale is not None:
-                s = scale[:, None, :] if self.static else scale[table][..., None]
-                x = x.to(dtype) * s.to(dtype)
-            out.append(x.transpose(-4, -3).flatten(-3, -2))
-        return out[0], out[1]
-
-
-def usable(cache: Tensor) -> bool:
-    """Whether Triton's kernels can work on a cache."""
-    if cache.device.type != "cuda" or not has_triton():
-        return False
-    from anybit.kernels.triton.attention import refuse
-
-    return refuse(cache) is None
-
-
-def usable_on_cpu(cache: Tensor) -> bool:
-    """Whether kernels that LLVM compiles can work on a cache."""
-    if not compiled(cache):
-        return False
-    from anybit.kernels.native.attention import refuse
-
-    return refuse(cache) is None
-
-
-def round_int8(x: Tensor) -> Tensor:
-    return x.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
-
-
 def attention(
     qkv: Tensor,
     heads: int,
@@ -269,7 +109,7 @@ def attention(
     if cache.fused and rope is not None:
         from anybit.kernels.triton import attention as kernels
 
-        planes = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+        planes = cache.planes
         q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
         if scores.softcap is not None or scores.mask is not None:  # the kernels have none
             return gathered(q, cache, batch, scores)
@@ -293,8 +133,7 @@ def attention(
         cos, sin = (table[batch.positions, None] for table in rope)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     cache.store(k, v, batch.slots)
-    q = int4.spread(q).to(q.dtype) if cache.packed else q
-    return gathered(q, cache, batch, scores)
+    return gathered(cache.format.k.turn(q).to(q.dtype), cache, batch, scores)
 
 
 def on_cpu(
@@ -309,7 +148,7 @@ def on_cpu(
     """`attention` by the kernels that LLVM compiles; by torch's for prompts."""
     from anybit.kernels.native import attention as kernels
 
-    planes = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    planes = cache.planes
     q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
     n, how = batch.decodes, (scores.scale, scores.window, scores.softcap, scores.sinks)
     longest = batch.tables.shape[1] * cache.k.shape[2]

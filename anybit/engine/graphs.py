@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybit.engine.attention import Batch, LayerCache
+from anybit.engine.attention import Batch
+from anybit.engine.kv.cache import LayerCache
 from anybit.engine.models.layers import Decoder
 from anybit.engine.recording import Recording
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled

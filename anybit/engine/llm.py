@@ -1,6 +1,7 @@
 """`LLM`: a model to generate with, in one process and one call."""
 
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -14,10 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from anybit.engine.assemble import KV_DTYPES, Settings, assemble, kv_kind
+from anybit.engine.assemble import Settings, assemble, kv_format
 from anybit.engine.checks import integer, wrong
 from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
 from anybit.engine.engine import Delta
+from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.ready import make_ready
@@ -29,6 +31,7 @@ from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
 
+log = logging.getLogger("anybit.engine")
 Prompt = str | Items[int] | Tensor
 Messages = Items[Mapping[str, Any]]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -94,7 +97,7 @@ class LLM:
         loaded or built already.
     quantization: a format ("fp6") or plan to quantize a checkpoint by while it is loaded.
     kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
-        (the model's dtype), "int8" or "int4".
+        (the model's dtype), "int8", "k8v4" (8 bits for K, 4 for V) or "int4".
     keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
     length: context length, prompt and output; the model's own limit by default, beyond which only
         RoPE that config.json stretches may go.
@@ -115,7 +118,7 @@ class LLM:
         captured before anything is asked, which takes seconds; with None that happens at first use.
 
     Attributes:
-        kv_cache: What the KV cache holds: "int8", "int4", or a dtype, such as "bfloat16".
+        kv_cache: What the KV cache holds: A name as above, or a dtype, such as "bfloat16".
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class LLM:
         quantization: Spec | Plan | None = None,
         *,
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-        kv_cache: Literal["auto", "model", "int8", "int4"] = "auto",
+        kv_cache: str = "auto",
         keep: Keep = "auto",
         device: str | torch.device | None = None,
         length: int | None = None,
@@ -140,7 +143,7 @@ class LLM:
         max_itl: float | None = 15.0,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
-        check_choice("kv_cache", kv_cache, ("auto", "model", *KV_DTYPES))
+        check_choice("kv_cache", kv_cache, ("auto", "model", *KV_FORMATS))
         check_keep(keep)
         check_draft(draft, draft_tokens, deterministic)
         beside = checked(adapters, model, deterministic)
@@ -150,7 +153,7 @@ class LLM:
         else:
             directory = Path(model)
             options = {
-                f"kv_cache={kv_cache!r}": kv_cache in KV_DTYPES,
+                f"kv_cache={kv_cache!r}": kv_cache in KV_FORMATS,
                 "kv_bytes": kv_bytes is not None,
                 "draft": draft is not None,
             }
@@ -159,17 +162,18 @@ class LLM:
                 directory, device, DTYPES.get(dtype), quantization, length, given, keep, beside
             )
         small = load_draft(draft, directory, loaded, device, length, keep)
-        kv_cache = kv_kind(loaded.model, kv_cache)
-        self.kv_dtype = KV_DTYPES.get(kv_cache, loaded.dtype)
+        kv = kv_format(loaded, kv_cache)
+        if kv.loss:
+            log.warning("kv_cache=%r: %s", kv.name, kv.loss)
         settings = Settings(
-            self.kv_dtype, kv_bytes, max_running, max_tokens, block_size, prefix_caching,
-            deterministic, draft, draft_tokens,
+            kv, kv_bytes, max_running, max_tokens, block_size, prefix_caching, deterministic,
+            draft, draft_tokens,
         )  # fmt: skip
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         self.plan, self.keep = loaded.plan, keep
         self.draft_plan = small.plan if small is not None and draft == "auto" else None
-        self.kv_cache = kv_cache if kv_cache in KV_DTYPES else str(loaded.dtype)[len("torch.") :]
+        self.kv_cache = kv.name
         self.special = special_tokens(self.tokenizer)
         self.engine = assemble(loaded, small, settings, self.decode if self.tokenizer else None)
         self.engine.adapters = tuple(beside)
@@ -205,7 +209,7 @@ class LLM:
             raise Unsupported("requests are running; load weights when they have ended")
         if not isinstance(runner, ModelRunner) or self.plan is None:
             raise Unsupported("only models that the engine knows take new weights; load it anew")
-        if any(cache.static for cache in runner.caches):
+        if any(cache.format.static for cache in runner.caches):
             raise Unsupported(
                 "the KV cache has scales that were made for the old weights; use kv_cache='model'"
             )

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anybit.engine.attention import Batch, LayerCache
+from anybit.engine.attention import Batch
 from anybit.engine.graphs import StepGraphs, prompt_sizes
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import KvFormat
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
@@ -70,7 +72,7 @@ class ModelRunner:
         model: Decoder,
         blocks: int,
         block_size: int,
-        kv_dtype: torch.dtype,
+        kv: KvFormat,
         graphs: int = 0,
         tokens: int = 2048,
         steady: bool = False,
@@ -78,7 +80,7 @@ class ModelRunner:
     ):
         self.model, self.block_size = model, block_size
         self.device = model.embed_tokens.device
-        self.caches = caches or caches_of(model, blocks, block_size, kv_dtype, self.device)
+        self.caches = caches or caches_of(model, blocks, block_size, kv, self.device)
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
         by_kernels = all(c.fused or c.native for c in self.caches)
         self.graphs = None
@@ -200,15 +202,15 @@ class ModelRunner:
 
 
 def caches_of(
-    model: Decoder, blocks: int, block_size: int, kv_dtype: torch.dtype, device: torch.device
+    model: Decoder, blocks: int, block_size: int, kv: KvFormat, device: torch.device
 ) -> list[LayerCache]:
     """An empty cache for each layer."""
     return [
-        LayerCache.empty(blocks, heads, block_size, dim, kv_dtype, device, scales)
+        LayerCache.empty(blocks, heads, block_size, dim, kv, device, scales)
         for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
     ]
 
 
-def block_bytes(model: Decoder, block_size: int, kv_dtype: torch.dtype) -> int:
+def block_bytes(model: Decoder, block_size: int, kv: KvFormat) -> int:
     """Bytes of one cache block over all layers, scales included."""
-    return sum(cache.nbytes for cache in caches_of(model, 1, block_size, kv_dtype, META))
+    return sum(cache.nbytes for cache in caches_of(model, 1, block_size, kv, META))

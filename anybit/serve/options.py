@@ -21,7 +21,8 @@ Format = Annotated[
 Kv = Annotated[
     str,
     typer.Option(
-        help="KV cache: model (its dtype), int8, int4, or auto (int8 if the model has scales).",
+        help="KV cache: model (its dtype), int8, k8v4 (8 bits for K, 4 for V), int4, or auto (int8 "
+        "if the model has scales).",
         rich_help_panel=MODEL,
     ),
 ]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from anybit.engine import memory
-from anybit.engine.attention import LayerCache
-from anybit.engine.int4 import INT4
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import plain
+from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.weights import Checkpoint
 from anybit.errors import InvalidInput, Unsupported
@@ -105,7 +106,7 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_takes_memory_of_a_cpu_when_it_is_written() -> None:
     process, cpu = psutil.Process(), torch.device("cpu")
     before = process.memory_info().rss
-    cache = LayerCache.empty(1 << 14, 2, 16, 64, torch.float32, cpu)
+    cache = LayerCache.empty(1 << 14, 2, 16, 64, plain(torch.float32), cpu)
     assert cache.nbytes == 1 << 28
     assert process.memory_info().rss - before < 1 << 24
     for plane in (cache.k, cache.v):
@@ -114,7 +115,7 @@ def test_a_cache_takes_memory_of_a_cpu_when_it_is_written() -> None:
         plane[7] = 1
         assert not plane[6].any()
         assert not plane[8].any()
-    small = LayerCache.empty(3, 2, 4, 64, INT4, cpu)
+    small = LayerCache.empty(3, 2, 4, 64, KV_FORMATS["int4"], cpu)
     for plane in (small.k, small.v, small.k_scale, small.v_scale):
         assert plane is not None
         assert plane.is_contiguous()

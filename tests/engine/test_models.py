@@ -135,8 +135,8 @@ def test_int8_kv_cache_stays_close(checkpoint: Checkpoint, tmp_path: Path, table
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
     exact = LLM(directory, kv_cache="model").generate(prompts(4), params)
     llm = LLM(directory, kv_cache="int8")
-    assert llm.kv_dtype == torch.int8
-    assert llm.engine.runner.caches[0].static == (tables == "static")
+    assert llm.kv_cache == "int8"
+    assert llm.engine.runner.caches[0].format.static == (tables == "static")
     for a, b in zip(exact, llm.generate(prompts(4), params), strict=True):
         (x,), (y,) = a.completions[0].logprobs, b.completions[0].logprobs
         others = dict(y.top)
@@ -159,8 +159,8 @@ def with_scales(directory: Path, out: Path) -> Path:
 def test_scales_in_the_checkpoint_choose_the_int8_cache(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    assert LLM(with_scales(checkpoint("llama"), tmp_path)).kv_dtype == torch.int8
-    assert LLM(checkpoint("llama")).kv_dtype == torch.float32
+    assert LLM(with_scales(checkpoint("llama"), tmp_path)).kv_cache == "int8"
+    assert LLM(checkpoint("llama")).kv_cache == "float32"
 
 
 def edit(directory: Path, out: Path, **config: object) -> Path:

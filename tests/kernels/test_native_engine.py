@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anybit.engine import attention as definition
-from anybit.engine.attention import Batch, LayerCache, Scores
+from anybit.engine.attention import Batch, Scores
 from anybit.engine.fused import rms_norm
-from anybit.engine.int4 import INT4, spread, unpack
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import plain
+from anybit.engine.kv.formats import KV_FORMATS
+from anybit.engine.kv.int4 import spread, unpack
 from anybit.engine.recording import Recording
 from anybit.kernels.native import attention, build, cache, dense, floats, fused, isa
 from tests.kernels.test_native import LEVELS
@@ -121,27 +124,21 @@ def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerC
     scales = None
     if kind == "static":
         scales = (torch.rand(kv_heads, dim) * 0.02 + 0.01, torch.rand(kv_heads, dim) * 0.02 + 0.01)
-    stored = {"model": dtype, "int4": INT4}.get(kind, torch.int8)
-    out = LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, stored, torch.device("cpu"), scales)
+    format = plain(dtype) if kind == "model" else KV_FORMATS["int4" if kind == "int4" else "int8"]
+    out = LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, format, torch.device("cpu"), scales)
     assert out.native
-    assert out.v.shape == out.k.shape
-    for i, t in enumerate((out.k, out.v)):
-        if kind == "int4":
+    assert out.v.shape[:3] == out.k.shape[:3]
+    for i, (how, t, scales) in enumerate(out.sides):
+        if how.kind == "int4":
             t.random_(0, 256, generator=torch.Generator().manual_seed(i))
         else:
             t.copy_(random(*t.shape, seed=i) * (40 if kind != "model" else 1))
-    if kind in ("dynamic", "int4"):
-        for s in (out.k_scale, out.v_scale):
-            assert s is not None
-            s.uniform_(0.005, 0.02)
-            if kind == "int4":
-                s.mul_(5)
-                s[..., 1].sub_(0.8)  # what code 0 means
+        if scales is not None and not how.static:
+            scales.uniform_(0.005, 0.02)
+            if how.kind == "int4":
+                scales.mul_(5)
+                scales[..., 1].sub_(0.8)  # what code 0 means
     return out
-
-
-def planes(of: LayerCache) -> cache.Planes:
-    return of.k, of.v, of.k_scale, of.v_scale
 
 
 def pages_of(contexts: list[int]) -> Tensor:
@@ -161,6 +158,8 @@ def pages_of(contexts: list[int]) -> Tensor:
         ("int4", torch.float32, 4, 2, 16, Scores(0.3)),
         ("int4", torch.bfloat16, 3, 1, 80, Scores(0.2, window=30, softcap=3.0)),
         ("int4", torch.float16, 2, 2, 256, Scores(0.1)),
+        ("k8v4", torch.float32, 2, 1, 256, Scores(0.1, window=30)),
+        ("k8v4", torch.bfloat16, 4, 2, 64, Scores(0.1)),
     ],
 )
 def test_attention_over_pages(
@@ -172,18 +171,17 @@ def test_attention_over_pages(
     tables = pages_of(contexts)
     q = random(4, heads, dim, dtype=dtype, seed=5)
     lengths = torch.tensor(contexts, dtype=torch.int32)
-    wide = LayerCache(  # type: ignore[call-arg]  # the definition in fp32
-        *(t.float() if kind == "model" else t for t in (own.k, own.v)), own.k_scale, own.v_scale
-    )
+    k, v = (t.float() if kind == "model" else t for t in (own.k, own.v))
+    wide = LayerCache(own.format, k, v, own.k_scale, own.v_scale)  # the definition in fp32
     batch = Batch(lengths, lengths, tables, lengths, lengths, [1] * 4, contexts, 4)
     want = definition.gathered(q.float(), wide, batch, scores)
     how = (scores.scale, scores.window, scores.softcap)
     longest = tables.shape[1] * BLOCK
-    got = attention.attend(q, planes(own), tables, lengths, longest, *how)
+    got = attention.attend(q, own.planes, tables, lengths, longest, *how)
     largest = 1 if kind == "model" else 5
     assert ((got.float() - want).abs() <= EPS[dtype] * want.abs() + 4e-6 * largest).all()
     assert want.abs().max() > 0.1
-    nothing = attention.attend(q, planes(own), tables, lengths * 0, longest, *how)
+    nothing = attention.attend(q, own.planes, tables, lengths * 0, longest, *how)
     assert torch.equal(nothing, torch.zeros_like(q))  # a padded row of a batch
 
 
@@ -191,8 +189,8 @@ def test_sinks_take_a_part_of_the_weight(level: isa.Isa) -> None:
     own = make_cache(2, 32, "model", torch.float32)
     tables, lengths = pages_of([290]), torch.tensor([290], dtype=torch.int32)
     q, sinks = random(1, 4, 32), torch.tensor([-3.0, 0.0, 4.0, 60.0])
-    plain = attention.attend(q, planes(own), tables, lengths, 296, 0.3)
-    got = attention.attend(q, planes(own), tables, lengths, 296, 0.3, sinks=sinks)
+    plain = attention.attend(q, own.planes, tables, lengths, 296, 0.3)
+    got = attention.attend(q, own.planes, tables, lengths, 296, 0.3, sinks=sinks)
     k = own.load(tables[0, :37], torch.float32)[0][:, :290].repeat_interleave(2, 0)
     scores = torch.cat([(k @ q[0, :, :, None])[..., 0] * 0.3, sinks[:, None]], 1)
     share = 1 - scores.softmax(1)[:, -1]
@@ -204,9 +202,9 @@ def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
     tables, lengths = pages_of([20]), torch.tensor([20], dtype=torch.int32)
     q = torch.ones(1, 1, 16)
     own.k[tables[0, 1], 0, 3] = float("nan")
-    assert attention.attend(q, planes(own), tables, lengths, 24, 0.3).isnan().all()
+    assert attention.attend(q, own.planes, tables, lengths, 24, 0.3).isnan().all()
     # Outside of the window it is not seen.
-    assert attention.attend(q, planes(own), tables, lengths, 24, 0.3, 5).isfinite().all()
+    assert attention.attend(q, own.planes, tables, lengths, 24, 0.3, 5).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -220,15 +218,16 @@ def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
         ("int4", torch.float32, 16, False),
         ("int4", torch.bfloat16, 80, False),
         ("int4", torch.float16, 256, False),
+        ("k8v4", torch.float32, 256, False),
+        ("k8v4", torch.bfloat16, 64, True),
+        ("k8v4", torch.float16, 160, False),
         ("int4", torch.float32, 64, True),
     ],
 )
 def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: bool) -> None:
     heads, kv_heads, tokens = 5, 2, 7
     own, other = (make_cache(kv_heads, dim, kind, dtype) for _ in range(2))
-    if kind == "static":
-        other.k_scale, other.v_scale = own.k_scale, own.v_scale
-    elif kind in ("dynamic", "int4"):
+    if kind != "model":
         for a, b in ((own.k_scale, other.k_scale), (own.v_scale, other.v_scale)):
             assert a is not None
             assert b is not None
@@ -240,7 +239,7 @@ def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: 
     slots = torch.tensor([3, 17, 500, -1, 88, 89, 511], dtype=torch.int32)
     weights = (random(dim, dtype=dtype, seed=2), random(dim, seed=4))  # of q, and of k
     norms = (weights[0], weights[1].to(dtype), 1e-6) if normed else None
-    got = attention.write(qkv, planes(own), rope, positions, slots, heads, norms)
+    got = attention.write(qkv, own.planes, rope, positions, slots, heads, norms)
 
     q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
@@ -254,23 +253,23 @@ def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: 
     # Without norms everything is exact; their sums of squares may differ in the last bit.
     exact = not normed
     assert (torch.equal(got, q)) if exact else ((got - q).abs() <= 8 * EPS[dtype] * 4).all()
-    for a, b in zip(planes(own), planes(other), strict=True):
+    for a, b in zip(own.planes[2:], other.planes[2:], strict=True):
         if a is not None and b is not None:
             eps = max(EPS[dtype], EPS.get(a.dtype, 0))
             limit = 0.0 if exact else 32 * eps if a.is_floating_point() else 1.0
-            if a.dtype == INT4:
+            if a.dtype == torch.uint8:
                 a, b = unpack(a), unpack(b)
             assert (a.float() - b.float()).abs().max() <= limit
 
 
 def test_caches_that_no_kernel_takes() -> None:
     def empty(dim: int, dtype: torch.dtype) -> LayerCache:
-        return LayerCache.empty(2, 1, 4, dim, dtype, torch.device("cpu"))
+        return LayerCache.empty(2, 1, 4, dim, plain(dtype), torch.device("cpu"))
 
     assert empty(32, torch.bfloat16).native
     assert not empty(20, torch.bfloat16).native
     assert not empty(32, torch.float64).native
-    assert "no multiple of 16" in (attention.refuse(empty(20, torch.float32).k) or "")
+    assert "no multiple of 16" in (attention.refuse(empty(20, torch.float32).planes) or "")
 
 
 # Recordings.
@@ -340,10 +339,10 @@ def test_workspaces_live_as_long_as_a_recording() -> None:
     own = make_cache(2, 32, "model", torch.float32)
     tables, lengths = pages_of([300]), torch.tensor([300], dtype=torch.int32)
     q = random(1, 4, 32)
-    recording = Recording(lambda: attention.attend(q, planes(own), tables, lengths, 304, 0.3))
+    recording = Recording(lambda: attention.attend(q, own.planes, tables, lengths, 304, 0.3))
     want = recording.out.clone()
     more = q.repeat(40, 1, 1)  # a larger workspace, which takes the place of the first
-    attention.attend(more, planes(own), tables.repeat(40, 1), lengths.repeat(40), 304, 0.3)
+    attention.attend(more, own.planes, tables.repeat(40, 1), lengths.repeat(40), 304, 0.3)
     recording.out.zero_()
     recording.replay()
     assert torch.equal(recording.out, want)

@@ -16,11 +16,16 @@ pytest.importorskip("triton")
 
 from anybit.engine import attention as reference
 from anybit.engine import fused
-from anybit.engine.attention import Batch, LayerCache, Scores
+from anybit.engine.attention import Batch, Scores
 from anybit.engine.graphs import Rows, StepGraphs
-from anybit.engine.int4 import INT4, spread, unpack
+from anybit.engine.kv import cache as kept
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import plain
+from anybit.engine.kv.formats import KV_FORMATS
+from anybit.engine.kv.int4 import spread, unpack
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
+from anybit.kernels.kv import Planes
 from anybit.kernels.triton import activation, attention_int8, cache, dense
 from anybit.kernels.triton import attention as kernels
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
@@ -35,19 +40,15 @@ BLOCK, BLOCKS = 8, 64
 @pytest.fixture(autouse=True)
 def laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No cache is one of the CPU's own kernels."""
-    monkeypatch.setattr(reference, "compiled", lambda x: False)
+    monkeypatch.setattr(kept, "compiled", lambda x: False)
 
 
 def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerCache:
     scales = None
     if kind == "static":
         scales = tuple(torch.rand(kv_heads, dim) * 0.02 + 0.01 for _ in range(2))
-    stored = {"model": dtype, "int4": INT4}.get(kind, torch.int8)
-    return LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, stored, DEVICE, scales)
-
-
-def tensors(cache: LayerCache) -> tuple:
-    return cache.k, cache.v, cache.k_scale, cache.v_scale
+    format = plain(dtype) if kind == "model" else KV_FORMATS["int4" if kind == "int4" else "int8"]
+    return LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, format, DEVICE, scales)
 
 
 def batch_of(queries: list[int], contexts: list[int]) -> Batch:
@@ -78,18 +79,16 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(DEVICE, dtype)
 
 
-def fill(cache: LayerCache, kind: str) -> None:
+def fill(cache: LayerCache) -> None:
     """Random contents."""
-    if kind == "model":
-        cache.k.normal_()
-        cache.v.normal_()
-        return
-    least, end = (0, 256) if kind == "int4" else (-127, 128)
-    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-        codes.random_(least, end)
-        if kind != "static":
+    for how, codes, scales in cache.sides:
+        if how.kind == "model":
+            codes.normal_()
+            continue
+        codes.random_(*((0, 256) if how.kind == "int4" else (-127, 128)))
+        if not how.static:
             scales.uniform_(0.005, 0.02)
-        if kind == "int4":  # and what code 0 means
+        if how.kind == "int4":  # and what code 0 means
             scales.mul_(10)
             scales[..., 1].sub_(1.2)
 
@@ -102,55 +101,59 @@ CASES = [  # queries, contexts (single tokens first)
 ]
 
 
-KINDS = ("model", "dynamic", "static", "int4")
+KINDS = ("model", "dynamic", "static", "int4", "k8v4")
 SHAPES = [  # heads, KV heads, dim, window, splits, whether there are sinks
     (4, 2, 32, None, 1, True), (3, 3, 16, 30, 1, False), (6, 1, 32, None, 4, False),
-    (4, 2, 32, 30, 4, True), (5, 1, 64, 30, 2, True),
+    (4, 2, 32, 30, 4, True), (5, 1, 64, 30, 2, True), (2, 1, 256, None, 2, True),
 ]  # fmt: skip
 
 
+IN_GROUPS = [  # single tokens, and two groups of V in half a head
+    (((2, 1, 128, None, splits, False), "k8v4"), case) for splits, case in enumerate(CASES[:2], 1)
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("made", "texts"), pairs([*product(SHAPES, KINDS)], CASES))
+@pytest.mark.parametrize(("made", "texts"), [*pairs([*product(SHAPES, KINDS)], CASES), *IN_GROUPS])
 def test_attend(
     dtype: torch.dtype, made: tuple[tuple[Any, ...], str], texts: tuple[list[int], list[int]]
 ) -> None:
     (heads, kv_heads, dim, window, splits, sunk), kind = made
     queries, contexts = texts
     torch.manual_seed(0)
-    dim = max(dim, 32) if kind == "int4" else dim  # as `refuse` has it
+    dim = max(dim, 32) if "4" in kind else dim  # as `refuse` has it
     cache = make_cache(kv_heads, dim, kind, dtype)
-    fill(cache, kind)
+    fill(cache)
     batch, q = batch_of(queries, contexts), random(sum(queries), heads, dim, dtype=dtype)
-    wide = LayerCache(  # type: ignore[call-arg]  # the definition in fp32
-        *(t.float() if kind == "model" else t for t in (cache.k, cache.v)),
-        cache.k_scale,
-        cache.v_scale,
-    )
+    k, v = (t.float() if kind == "model" else t for t in (cache.k, cache.v))
+    wide = LayerCache(cache.format, k, v, cache.k_scale, cache.v_scale)  # the definition in fp32
     sinks = torch.arange(heads, device=DEVICE).to(dtype) - 1 if sunk else None
     scores = Scores(0.3, window, sinks=None if sinks is None else sinks.float())
     want = reference.gathered(q.float(), wide, batch, scores)
     args = (batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window, splits)
-    got = kernels.attend(q, tensors(cache), *args, sinks=sinks)
+    got = kernels.attend(q, cache.planes, *args, sinks=sinks)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
     eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
-    if max(queries) == 1 and attention_int8.suits(heads // kv_heads, dim, kind):
+    if max(queries) == 1 and attention_int8.suits(heads // kv_heads, cache.planes):
         eps = max(eps, 2**-13)  # two int8 digits hold 15 bits of Q and P
-    bound = 3 * {"model": float(wide.v.float().abs().max()), "int4": 1.8}.get(kind, 3.8)
+    bound = 3 * {"model": float(wide.v.float().abs().max()), "int4": 1.8, "k8v4": 1.8}.get(
+        kind, 3.8
+    )
     assert (got.float() - want).abs().max() <= eps * bound
     assert want.abs().max() > 3 * eps * bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("made", "counts"), pairs([*product(KINDS, [False, True])], [(3, 2), (6, 2), (4, 4)])
+    ("made", "counts"),
+    pairs([*product(KINDS, [False, True], [32, 256])], [(3, 2), (6, 2), (4, 4)]),
 )
 def test_write_equals_its_parts(
-    dtype: torch.dtype, made: tuple[str, bool], counts: tuple[int, int]
+    dtype: torch.dtype, made: tuple[str, bool, int], counts: tuple[int, int]
 ) -> None:
     """Bit for bit what rotation, norm, rounding and store do one after the other."""
-    (kind, norm), (heads, kv_heads) = made, counts
+    (kind, norm, dim), (heads, kv_heads) = made, counts
     torch.manual_seed(0)
-    dim = 32
     batch = batch_of([1, 4, 9], [30, 4, 20])
     count = len(batch.slots)
     qkv = random(count, (heads + 2 * kv_heads) * dim + 5, dtype=dtype)[:, :-5]
@@ -175,20 +178,21 @@ def test_write_equals_its_parts(
     if kind == "int4":
         q = spread(q).to(dtype)
     got = kernels.write(
-        qkv, tensors(ours), rope, batch.positions, batch.slots, heads,
+        qkv, ours.planes, rope, batch.positions, batch.slots, heads,
         (*weights, 1e-5) if norm else None,
     )  # fmt: skip
     if norm or DEVICE.type == "cuda":  # sums in another order, or fused multiply-adds
         close(got, q, dtype)
-        for mine, other in zip(tensors(ours)[:2], tensors(theirs)[:2], strict=True):
+        for mine, other in zip(ours.planes[2:4], theirs.planes[2:4], strict=True):
             if kind == "model":
                 close(mine, other, dtype)
             else:
-                mine, other = (unpack(x) if kind == "int4" else x for x in (mine, other))
+                if mine.dtype == torch.uint8:
+                    mine, other = unpack(mine), unpack(other)
                 assert (mine.int() - other.int()).abs().max() <= 1
     else:
         assert torch.equal(got, q)
-        for mine, other in zip(tensors(ours), tensors(theirs), strict=True):
+        for mine, other in zip(ours.planes[2:], theirs.planes[2:], strict=True):
             assert other is None or torch.equal(mine, other)
 
 
@@ -209,13 +213,13 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
     rope = tuple(torch.ones(4, 8, device=DEVICE) for _ in range(2))
     slots = torch.tensor([5, -1, -1], device=DEVICE)
     zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    q = kernels.write(qkv, tensors(cache), rope, zeros, slots, 4)
+    q = kernels.write(qkv, cache.planes, rope, zeros, slots, 4)
     assert cache.k.flatten(2).any(-1).sum() == 2  # one slot of two heads
     contexts = torch.tensor([6, 0, 0], dtype=torch.int32, device=DEVICE)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
     tables = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE)
     for splits in (1, 4):
-        out = kernels.attend(q, tensors(cache), tables, contexts, starts, 1, 1.0, None, splits)
+        out = kernels.attend(q, cache.planes, tables, contexts, starts, 1, 1.0, None, splits)
         assert torch.isfinite(out).all()
         assert not out[1:].any()
         assert out[0].any()
@@ -237,7 +241,9 @@ def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
 def test_what_is_left_to_torch(
     shape: tuple[int, ...], dtype: torch.dtype, reason: str | None
 ) -> None:
-    found = kernels.refuse(torch.empty(shape, dtype=dtype, device="meta"))
+    k = torch.empty(shape, dtype=dtype, device="meta")
+    kind = "int4" if dtype == torch.uint8 else "model"
+    found = kernels.refuse(Planes(kind, kind, k, k))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -248,7 +254,7 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
             "BATCH": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
-         "SEQUENCES": 64}  # fmt: skip
+         "GROUPS": 1,          "SEQUENCES": 64}  # fmt: skip
 
 COMPILE = """
 import sys
@@ -274,6 +280,7 @@ for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
 """
 
 
+ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
 WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
 NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
@@ -290,6 +297,17 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0}, 4),
     (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64}, 2),
     (90, "_attend_int8", "int4", {"SPLITS": 32, "WINDOW": 64}, 2),
+    (90, "_attend", "k8v4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),
+    (
+        90,
+        "_attend",
+        "k8v4",
+        {"ROWS": 32, "GROUPS": 2, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0},
+        4,
+    ),
+    (90, "_attend_int8", "k8v4", {"SPLITS": 32, "WINDOW": 64, "GROUPS": 2}, 2),
+    (80, "_attend_int8", "k8v4", WHOLE | {"GROUPS": 2}, 2),
+    (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 4}, 4),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
@@ -309,28 +327,35 @@ def test_compiles_for_gpus() -> None:
     lines = [line.split() for line in run.stdout.splitlines()]
     assert [line[0] for line in lines] == [job[0] for job in jobs]
     for (arch, *_), (name, shared, uses_mma, waits) in zip(KERNELS, lines, strict=True):
-        assert int(shared) <= 99 << 10, name  # what the smallest GPU from sm_80 on has
+        assert int(shared) <= ROOM, name
         assert (uses_mma == "True") == (name in ("_attend", "_attend_int8")), name
         assert (waits == "True") == (arch >= 90), name  # for the previous kernel
 
 
 def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
     """A kernel's name, its arguments' types, its constants, warps, stages and architecture."""
-    stored = {"model": "*bf16", "int4": "*u8"}.get(kind, "*i8")
+    k_kind, v_kind = {"k8v4": ("dynamic", "int4")}.get(kind, (kind, kind))
     out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend_int8" else "*bf16"
-    pointers = POINTERS | {"default": "*bf16", "k_cache": stored, "v_cache": stored, "out": out}
-    pointers["parts"] = "*fp32"
-    if kind == "int4":
-        pointers |= {"k_scale": "*i32", "v_scale": "*i32"}
+    pointers = POINTERS | {"default": "*bf16", "out": out, "parts": "*fp32"}
+    for which, own in (("k", k_kind), ("v", v_kind)):
+        pointers[f"{which}_cache"] = {"model": "*bf16", "int4": "*u8"}.get(own, "*i8")
+        if own == "int4":
+            pointers[f"{which}_scale"] = "*i32"
     if more.get("LARGEST"):
         pointers |= {"out": "*i8", "scales": "*fp32"}
     modules = (kernels, attention_int8, cache, activation, dense)
     arguments = next(getattr(m, name) for m in modules if hasattr(m, name)).arg_names
-    sizes = SIZES | {"KIND": kind, "PDL": arch >= 90}
+    sizes = SIZES | {"K_KIND": k_kind, "V_KIND": v_kind, "PDL": arch >= 90}
     constants = {k: v for k, v in (sizes | more).items() if k in arguments}
     if kind == "model":
         constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
-    tile = kernels.PROMPT if more.get("ROWS") == 128 else kernels.TILES[kind]
+    tile = kernels.PROMPT if more.get("ROWS") == 128 else kernels.TILES[k_kind]
+    if more.get("ROWS") == 128:
+        dim, groups = constants["D"], constants["GROUPS"]
+        bytes_of = {"model": 2 * dim, "int4": dim // 2}
+        head = bytes_of.get(k_kind, dim) + 8 * groups
+        tile = kernels.fitted(tile._replace(rows=128), dim, 2, head, ROOM)
+        constants["ROWS"] = tile.rows
     if "TOKENS" in constants:
         constants["TOKENS"] = tile.tokens
     return name, pointers, constants, warps, tile.stages, arch
@@ -349,7 +374,7 @@ class FakeGraph:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="engine tests use the GPU where there is one")
 @pytest.mark.parametrize(("model", "kv", "scheme"), [
     ("llama-round", "model", "liquid@int8"), ("gpt_oss", "int8", None), ("qwen3", "int4", None),
-    *[("qwen3", "int8", None), ("mistral", "model", None)] * EVERY_KERNEL,
+    *[("qwen3", "int8", None), ("qwen3", "k8v4", None), ("mistral", "model", None)] * EVERY_KERNEL,
     *[("starcoder2", "model", None)] * EVERY_KERNEL,
 ])  # fmt: skip
 def test_the_engine_on_these_kernels(

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.core.packed import Packed
-from anybit.engine.attention import Batch, LayerCache, Scores, attention, rotate
+from anybit.engine.attention import Batch, Scores, attention, rotate
 from anybit.engine.fused import rms_norm
+from anybit.engine.kv.cache import LayerCache
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE

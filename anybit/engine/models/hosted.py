@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.engine.attention import Batch, LayerCache, Mask, attention
+from anybit.engine.attention import Batch, Mask, attention
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import plain
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.interface import NAME, Call, Step, current
 from anybit.engine.models.layers import Decoder
@@ -184,9 +186,9 @@ class Hosted(Decoder):
 
     def _compare(self, ids: Tensor, want: Tensor) -> None:
         """Two copies of a text side by side, in chunks, against the model as it was."""
-        size, blocks, dtype = 2, -(-len(ids) // 2), self.embed_tokens.dtype
+        size, blocks, kv = 2, -(-len(ids) // 2), plain(self.embed_tokens.dtype)
         caches = [
-            LayerCache.empty(2 * blocks, heads, size, dim, dtype, ids.device)
+            LayerCache.empty(2 * blocks, heads, size, dim, kv, ids.device)
             for heads, dim in self.cache_shapes
         ]
         tables = torch.arange(2 * blocks, device=ids.device, dtype=torch.int32).view(2, blocks)

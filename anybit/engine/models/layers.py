@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from anybit.engine.attention import Batch, LayerCache, Scores, attention
+from anybit.engine.attention import Batch, Scores, attention
 from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.fused import AS_IT_IS, Wanted, add_norm, rms_norm, silu_mul
+from anybit.engine.kv.cache import LayerCache
 from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from anybit.engine.attention import Batch, LayerCache
+from anybit.engine.attention import Batch
+from anybit.engine.kv.cache import LayerCache
 from anybit.engine.models.layers import Attention, Decoder, Layer, activation_of
 from anybit.engine.models.rope import NoRope, Rope, head_dim
 from anybit.engine.weights import Weights

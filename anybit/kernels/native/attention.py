@@ -9,13 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anybit.kernels.kv import Planes
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.cache import (
-    K_GROUPS,
-    V_GROUPS,
     Cache,
-    Planes,
     cache_of,
     pointer,
     refuse,
@@ -53,7 +51,7 @@ def attend(
 
     Args:
         q: (B, heads, D), as `write` returns it.
-        planes: K and V (blocks, kv_heads, block_size, D), their scales or None; see `LayerCache`.
+        planes: the cache.
         tables: (B, blocks) int32, each sequence's blocks.
         contexts: (B,) int32, tokens of each sequence that the cache holds.
         longest: tokens of the longest context that there may be.
@@ -65,7 +63,7 @@ def attend(
     Returns:
         (B, heads, D); zeros where a context is empty.
     """
-    k, v, k_scale, v_scale = planes
+    _, _, k, v, k_scale, v_scale = planes
     _, kv_heads, block, _ = k.shape
     sequences, heads, dim = q.shape
     parts = -(-longest // PART)
@@ -165,7 +163,7 @@ class _Attend:
         with f.loop(0, self.group) as g:
             for i in range(0, self.dim, self.lanes):
                 x = read(f, self.cache.dtype, q, g * (self.dim * size) + i * size, self.lanes)
-                if self.cache.kind == "static":
+                if self.cache.k == "static":
                     x = x * self._channels("k", i)
                 f.store(x * scale, self.q, g * (4 * self.dim) + 4 * i)
                 f.store(f.constant(0, x.kind), self.out, g * (4 * self.dim) + 4 * i)
@@ -184,18 +182,18 @@ class _Attend:
             page = f.load(I32, self.table, token // block << 2)
             page = f.cast("sext", page, ir.I64) * self.kv_heads + self.head
             place = page * block + token % block
-            row, to = f.at(args.pointer(which), place * cache.row_bytes), i * (4 * self.dim)
-            if cache.kind == "int4":
+            row, to = f.at(args.pointer(which), place * cache.row_bytes(which)), i * (4 * self.dim)
+            if cache.kind(which) == "int4":
                 self._unpack(which, row, page, token % block, to)
             else:
                 self._read(which, row, place, to)
 
     def _read(self, which: str, row: Value, place: Value, to: Value) -> None:
         """A token's head into the tile."""
-        f, cache = self.function, self.cache
+        f, stored = self.function, self.cache.stored(which)
         for j in range(0, self.dim, self.lanes):
-            x = read(f, cache.stored, row, j * BYTES[cache.stored], self.lanes)
-            if cache.kind == "dynamic":
+            x = read(f, stored, row, j * BYTES[stored], self.lanes)
+            if self.cache.kind(which) == "dynamic":
                 scale = f.load(F32, self.args.pointer(f"{which}_scale"), place << 2)
                 x = x * f.splat(scale, self.lanes)
             f.store(x, self.tile, to + 4 * j)
@@ -203,18 +201,18 @@ class _Attend:
     def _unpack(self, which: str, row: Value, page: Value, offset: Value, to: Value) -> None:
         """Both halves of a token's head in int4, into the tile."""
         f, args, cache, half = self.function, self.args, self.cache, self.dim // 2
-        groups, lanes = K_GROUPS if which == "k" else V_GROUPS, cache.lanes
-        first = page * (args.number("block") * groups) + offset
+        lanes, block = cache.lanes, args.number("block")
         grid = []
-        for g in (0, groups - 1):
-            at = first + args.number("block") * g << 2
+        for g in range(2 * cache.groups):
+            at = (page * 2 * cache.groups + g) * block + offset << 2
             pair = (f.load("half", args.pointer(f"{which}_scale"), at + 2 * n) for n in range(2))
             grid.append([f.splat(f.cast("fpext", x, F32), lanes) for x in pair])
         for j in range(0, half, lanes):
             pairs = f.cast("zext", f.load(vec(lanes, I8), row, j), vec(lanes, I32))
-            for codes, place, (scale, low) in zip(
-                (pairs & 15, pairs >> 4), (j, half + j), grid, strict=True
-            ):
+            group = j // cache.group
+            for codes, place, (scale, low) in (
+                (pairs & 15, j, grid[group]), (pairs >> 4, half + j, grid[cache.groups + group])
+            ):  # fmt: skip
                 x = f.cast("sitofp", codes, vec(lanes, F32))
                 f.store(f.fma(x, scale, low), self.tile, to + 4 * place)
 
@@ -283,7 +281,7 @@ class _Attend:
         with f.loop(0, self.group) as g:
             for j in range(0, self.dim, self.lanes):
                 x = f.load(kind, self.out, g * (4 * self.dim) + 4 * j)
-                if self.cache.kind == "static":
+                if self.cache.v == "static":
                     x = x * self._channels("v", j)
                 f.store(x, outs, g * self.step * (4 * self.dim) + 4 * j)
 

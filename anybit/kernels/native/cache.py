@@ -1,6 +1,6 @@
 """The paged KV cache of a CPU: what its kernels are compiled for, and how tokens get into it.
 
-What int4 means is in `anybit.engine.int4`, and `_spread` and `_pack` do it in the same order.
+What int4 means is in `anybit.engine.kv.int4`, and `_spread` and `_pack` do it in the same order.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anybit.kernels.kv import Planes
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import (
@@ -33,60 +34,64 @@ WRITE = (
     "slots", "q_weight", "k_weight", "tokens", "heads", "kv_heads", "block", "eps",
 )  # fmt: skip
 HEADS = 8  # that a thread writes at once
-KINDS = {2: "static", 3: "dynamic", 5: "int4"}  # by the dimensions of their scales
-K_GROUPS, V_GROUPS = 2, 1  # of a head in int4: its halves, or all of it
 MOST, LEAST_SCALE = 15.0, 2.0**-24  # code and scale of int4
-
-Planes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # K, V and their scales
 
 
 @dataclass(frozen=True)
 class Cache:
     """What the kernels are compiled for.
 
-    dtype: of Q, LLVM's name. kind: "model" (the cache has this dtype), "static" (int8 with a scale
-    for each channel), "dynamic" (for each token and head) or "int4". dim: of a head.
+    dtype: of Q, LLVM's name. k, v: their kinds, as `Planes` has them. dim: of a head. groups: of
+    half a head in int4.
     """
 
     isa: Isa
     dtype: str
-    kind: str
+    k: str
+    v: str
     dim: int
+    groups: int
 
-    @property
-    def stored(self) -> str:
-        return self.dtype if self.kind == "model" else I8
+    def kind(self, which: str) -> str:
+        """Of "k" or "v"."""
+        return self.k if which == "k" else self.v
 
-    @property
-    def row_bytes(self) -> int:
+    def stored(self, which: str) -> str:
+        return self.dtype if self.kind(which) == "model" else I8
+
+    def row_bytes(self, which: str) -> int:
         """Of a token's head."""
-        return self.dim // 2 if self.kind == "int4" else self.dim * BYTES[self.stored]
+        size = self.dim * BYTES[self.stored(which)]
+        return size // 2 if self.kind(which) == "int4" else size
+
+    @property
+    def group(self) -> int:
+        """Channels of a group."""
+        return self.dim // 2 // self.groups
 
     @property
     def lanes(self) -> int:
-        """Channels in a vector: of half a head, which RoPE rotates with the other half."""
+        """Channels in a vector: of a group in half a head, which RoPE rotates with the other."""
         count = self.isa.floats
-        while self.dim // 2 % count:
+        while self.group % count:
             count //= 2
         return count
 
 
-def refuse(k: Tensor) -> str | None:
-    """None when the kernels take a cache like this K (blocks, kv_heads, block_size, head_dim)."""
-    if k.dtype not in (*FLOATS, torch.int8, torch.uint8):
-        return f"the cache is {k.dtype}"
-    dim = head_dim(k)
+def refuse(planes: Planes) -> str | None:
+    """None when the kernels take a cache, or why not."""
+    kinds = planes.k_kind, planes.v_kind
+    if None in kinds or ("model" in kinds and planes.k.dtype not in FLOATS):
+        return f"the cache is {planes.k.dtype}"
+    dim = planes.head_dim
     return f"head_dim={dim} is no multiple of 16" if dim % 16 else None
 
 
-def head_dim(k: Tensor) -> int:
-    return k.shape[3] * (2 if k.dtype == torch.uint8 else 1)
-
-
 def cache_of(q: Tensor, planes: Planes) -> Cache:
-    k, _, scale, _ = planes
-    kind = "model" if scale is None else KINDS[scale.dim()]
-    return Cache(level(), DTYPES[q.dtype], kind, head_dim(k))
+    k, v = planes.k_kind, planes.v_kind
+    assert k is not None
+    assert v is not None
+    return Cache(level(), DTYPES[q.dtype], k, v, planes.head_dim, planes.groups)
 
 
 def pointer(t: Tensor | None) -> int:
@@ -106,16 +111,16 @@ def write(
 
     Args:
         qkv: (T, (heads + 2 kv_heads) * D).
-        planes: K and V (blocks, kv_heads, block_size, D), their scales or None; see `LayerCache`.
+        planes: the cache.
         rope: cosines and sines (positions, D / 2) fp32.
         positions, slots: (T,); a token whose slot is negative is not stored.
         heads: of Q.
         norms: RMSNorm weights (D,) of Q's and K's heads, and the epsilon.
     """
-    k, v, k_scale, v_scale = planes
+    _, _, k, v, k_scale, v_scale = planes
     _, kv_heads, block, _ = k.shape
     qkv, positions, slots = qkv.contiguous(), positions.int(), slots.int()
-    q = torch.empty(len(qkv), heads, head_dim(k), dtype=qkv.dtype)
+    q = torch.empty(len(qkv), heads, planes.head_dim, dtype=qkv.dtype)
     weight = None if norms is None else DTYPES[norms[0].dtype]
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
     kernel = write_kernel(cache_of(qkv, planes), weight)
@@ -157,32 +162,32 @@ class _Write:
             for i in self.vectors:
                 f.store(read(f, cache.dtype, x, i * size, lanes), self.row, 4 * i)
             is_q = f.compare("slt", head, heads)
-            is_v = f.compare("sge", head, heads + kv_heads)
             with f.when(f.compare("slt", head, heads + kv_heads)):
                 if weight is not None:
                     places = args.pointer("q_weight"), args.pointer("k_weight")
                     self._norm(f.select(is_q, *places), weight)
                 position = self._token("positions", t)
                 self._rotate(position * (dim * 2))
-                if cache.kind == "int4":
+                if cache.k == "int4":
                     self._spread()
             with f.when(is_q):
                 to = f.at(args.pointer("q"), (t * heads + head) * (dim * size))
                 for i in self.vectors:
                     f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * size)
             slot = self._token("slots", t)
-            with (
-                f.when(f.compare("sge", head, heads)),
-                f.when(f.compare("sge", slot, f.integer(0))),
-            ):
-                mine = head - heads
-                mine = f.select(is_v, mine - kv_heads, mine)
+            with f.when(f.compare("sge", slot, f.integer(0))):
                 block = args.number("block")
-                page = slot // block * kv_heads + mine
-                if cache.kind == "int4":
-                    self._pack(is_v, page, block, slot % block)
-                else:
-                    self._store(is_v, mine, page * block + slot % block)
+                for which, first in (("k", heads), ("v", heads + kv_heads)):
+                    mine = head - first
+                    page = slot // block * kv_heads + mine
+                    with (
+                        f.when(f.compare("sge", mine, f.integer(0))),
+                        f.when(f.compare("slt", mine, kv_heads)),
+                    ):
+                        if cache.kind(which) == "int4":
+                            self._pack(which, page, block, slot % block)
+                        else:
+                            self._store(which, mine, page * block + slot % block)
         f.give()
 
     def _token(self, name: str, t: Value) -> Value:
@@ -232,36 +237,37 @@ class _Write:
         for at, value in zip(self.vectors, butterfly(x, half // lanes), strict=True):
             f.store(value * (2 * run) ** -0.5, self.row, 4 * at)
 
-    def _pack(self, is_v: Value, page: Value, block: Value, offset: Value) -> None:
-        """Put K or V of a head into a block in int4: K's halves have scales of their own."""
+    def _pack(self, which: str, page: Value, block: Value, offset: Value) -> None:
+        """Put K or V of a head into a block in int4."""
         f, args, cache, half = self.function, self.args, self.cache, self.cache.dim // 2
-        starts = range(0, half, cache.lanes)
-        least, most = (
-            [self._largest([self._at(i + first) * sign for i in starts]) for first in (0, half)]
-            for sign in (-1, 1)
-        )
-        for ends in (least, most):
-            both = maximum(f, *ends)
-            ends[:] = [f.select(is_v, both, end) for end in ends]
-        scales = f.select(is_v, args.pointer("v_scale"), args.pointer("k_scale"))
-        groups = f.select(is_v, f.integer(V_GROUPS), f.integer(K_GROUPS))
-        grid = []
-        for g in range(2):
-            scale = (least[g] + most[g]) // f.constant(MOST, F32)
-            scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
-            numbers = [f.cast("fptrunc", x, "half") for x in (scale, least[g] * -1)]
-            row = (page * groups + (groups - 1 if g else 0)) * block + offset
-            for i, number in enumerate(numbers):
-                f.store(number, scales, (row << 2) + 2 * i)
-            grid.append([f.splat(f.cast("fpext", x, F32), cache.lanes) for x in numbers])
-        to = f.select(is_v, args.pointer("v"), args.pointer("k"))
-        to = f.at(to, (page * block + offset) * half)
-        for i in starts:
-            a, b = (
-                whole(f, (self._at(i + first) - low) // scale, 0, MOST)
-                for first, (scale, low) in zip((0, half), grid, strict=True)
+        to = f.at(args.pointer(which), (page * block + offset) * half)
+        for group in range(cache.groups):
+            starts = range(group * cache.group, (group + 1) * cache.group, cache.lanes)
+            low, high = (
+                self._grid(
+                    which, (page * 2 * cache.groups + number) * block + offset, first, starts
+                )
+                for number, first in ((group, 0), (cache.groups + group, half))
             )
-            f.store(f.cast("trunc", a | (b << 4), vec(cache.lanes, I8)), to, i)
+            for i in starts:
+                a, b = (
+                    whole(f, (self._at(i + first) - low) // scale, 0, MOST)
+                    for first, (scale, low) in ((0, low), (half, high))
+                )
+                f.store(f.cast("trunc", a | (b << 4), vec(cache.lanes, I8)), to, i)
+
+    def _grid(self, which: str, row: Value, first: int, starts: range) -> list[Value]:
+        """Scale and low of channels from `first` on, as vectors, which are put into their row."""
+        f, cache = self.function, self.cache
+        least, most = (
+            self._largest([self._at(first + i) * sign for i in starts]) for sign in (-1, 1)
+        )
+        scale = (least + most) // f.constant(MOST, F32)
+        scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
+        numbers = [f.cast("fptrunc", x, "half") for x in (scale, least * -1)]
+        for i, number in enumerate(numbers):
+            f.store(number, self.args.pointer(f"{which}_scale"), (row << 2) + 2 * i)
+        return [f.splat(f.cast("fpext", x, F32), cache.lanes) for x in numbers]
 
     def _largest(self, vectors: list[Value]) -> Value:
         f, most = self.function, vectors[0]
@@ -269,19 +275,18 @@ class _Write:
             most = maximum(f, most, v)
         return largest(f, most)
 
-    def _store(self, is_v: Value, head: Value, place: Value) -> None:
+    def _store(self, which: str, head: Value, place: Value) -> None:
         """Put K or V of a head at `place`, counted in rows of the cache."""
-        f, args, cache = self.function, self.args, self.cache
+        f, args, cache, kind = self.function, self.args, self.cache, self.cache.kind(which)
         dim, lanes = cache.dim, cache.lanes
-        to = f.select(is_v, args.pointer("v"), args.pointer("k"))
-        to = f.at(to, place * (dim * BYTES[cache.stored]))
-        if cache.kind == "model":
+        to = f.at(args.pointer(which), place * cache.row_bytes(which))
+        if kind == "model":
             for i in self.vectors:
                 f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * BYTES[cache.dtype])
             return
-        scales = f.select(is_v, args.pointer("v_scale"), args.pointer("k_scale"))
+        scales = args.pointer(f"{which}_scale")
         single = vec(lanes, F32)
-        if cache.kind == "dynamic":
+        if kind == "dynamic":
             most = f.constant(0, single)
             for i in self.vectors:
                 most = maximum(f, most, magnitude(f, self._at(i)))
@@ -289,7 +294,7 @@ class _Write:
             scale = maximum(f, scale, f.constant(1e-10, F32))
             f.store(scale, scales, place << 2)
         for i in self.vectors:
-            if cache.kind == "dynamic":
+            if kind == "dynamic":
                 divisor = f.splat(scale, lanes)
             else:
                 divisor = f.load(single, scales, head * (4 * dim) + 4 * i)

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.kv import Planes
 from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 from anybit.kernels.triton.attention_int8 import fetch, grid_of, nibbles, of_tokens, pages, sunk
-from anybit.kernels.triton.cache import Planes, arguments, head_dim, kind, write
+from anybit.kernels.triton.cache import arguments, write
 from anybit.kernels.triton.cache import refuse as refuse_cache
 from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.lang import NO_PTX
@@ -53,7 +54,7 @@ DECODE = Tile(64, 4, 3)
 DECODE_INT8 = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
 PROMPT = Tile(64, 8, 2)
 DECODE_INT4 = Tile(128, 2, 2)  # as many bytes as in int8; others were not tried
-TILES = {  # by the kind of cache
+TILES = {  # by the kind of K
     "model": DECODE, "static": DECODE_INT8, "dynamic": DECODE_INT8, "int4": DECODE_INT4,
 }  # fmt: skip
 
@@ -79,45 +80,49 @@ def _float(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _keys(cache, grids, page, t, inside, D: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """K (TOKENS, D) of int4. page: of each token, counted through all blocks and heads."""
-    at = page * BLOCK + t % BLOCK
-    d = tl.arange(0, D // 2)[None, :]
-    codes, codes_high = nibbles(
-        tl.load(cache + at[:, None] * (D // 2) + d, inside[:, None], other=0)
-    )
-    at_grid = grids + at + page * BLOCK
-    scale, low = grid_of(tl.load(at_grid, inside, other=0))
-    scale_high, low_high = grid_of(tl.load(at_grid + BLOCK, inside, other=0))
-    half = codes.to(tl.float32) * scale[:, None] + low[:, None]
-    high = codes_high.to(tl.float32) * scale_high[:, None] + low_high[:, None]
-    both = tl.permute(tl.join(half.to(DTYPE), high.to(DTYPE)), [0, 2, 1])
-    return tl.reshape(both, [both.shape[0], D])
+def _of_channels(x, SIZE: tl.constexpr):
+    """Numbers of groups (TOKENS, GROUPS) for each of their SIZE channels in all."""
+    TOKENS: tl.constexpr = x.shape[0]
+    GROUPS: tl.constexpr = x.shape[1]
+    each = tl.broadcast_to(x[:, :, None], [TOKENS, GROUPS, SIZE // GROUPS])
+    return tl.reshape(each, [TOKENS, SIZE])
 
 
 @triton.jit
-def _values(
-    cache, grids, page, t, inside, whole, D: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
-    DTYPE: tl.constexpr,
+def _half(codes, at_grid, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """What codes (TOKENS, SIZE) of half a head in int4 mean. at_grid: of each token."""
+    SIZE: tl.constexpr = codes.shape[1]
+    words = at_grid[:, None] + tl.arange(0, GROUPS)[None, :] * BLOCK
+    scale, low = grid_of(tl.load(words, inside[:, None], other=0))
+    x = codes.to(tl.float32) * _of_channels(scale, SIZE) + _of_channels(low, SIZE)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _decoded(
+    codes, grids, page, t, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """V (D, TOKENS) of int4. whole: tokens whose bytes lie beside those of tokens inside."""
-    side = page * (D // 2 * BLOCK) + t % BLOCK
-    side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
-    at = cache + tl.arange(0, D // 2)[:, None] * BLOCK + side[None, :]
-    codes, codes_high = nibbles(tl.load(at, whole[None, :], other=0))
-    scale, low = grid_of(tl.load(grids + page * BLOCK + t % BLOCK, inside, other=0))
-    half = codes.to(tl.float32) * scale[None, :] + low[None, :]
-    high = codes_high.to(tl.float32) * scale[None, :] + low[None, :]
-    both = tl.permute(tl.join(half.to(DTYPE), high.to(DTYPE)), [2, 0, 1])
-    return tl.reshape(both, [D, both.shape[2]])
+    """Heads (TOKENS, D) of bytes (TOKENS, D / 2) in int4.
+
+    page: of each token, counted through all blocks and heads.
+    """
+    TOKENS: tl.constexpr = codes.shape[0]
+    SIZE: tl.constexpr = codes.shape[1]
+    codes, codes_high = nibbles(codes)
+    at_grid = grids + page * (2 * GROUPS * BLOCK) + t % BLOCK
+    half = _half(codes, at_grid, inside, GROUPS, BLOCK, DTYPE)
+    high = _half(codes_high, at_grid + GROUPS * BLOCK, inside, GROUPS, BLOCK, DTYPE)
+    both = tl.permute(tl.join(half, high), [0, 2, 1])
+    return tl.reshape(both, [TOKENS, 2 * SIZE])
 
 
 @triton.jit
 def _attend(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima, sinks,
     TABLE_STRIDE, BATCH, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    GROUPS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SEQUENCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context.
 
@@ -126,6 +131,8 @@ def _attend(
     do nothing, so the grid depends on no sequence's length.
     """
     launch_next(PDL)
+    K_SIZE: tl.constexpr = D // 2 if K_KIND == "int4" else D
+    V_SIZE: tl.constexpr = D // 2 if V_KIND == "int4" else D
     kv_head, split = tl.program_id(1), tl.program_id(2)
     if SEQUENCES == 0:
         EACH: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -153,9 +160,8 @@ def _attend(
         table = tables + seq.to(tl.int64) * TABLE_STRIDE
         ahead = pages(table, low, high, BLOCK, TOKENS)
         if PDL:  # K and V come from memory while the previous kernel ends
-            SIZE: tl.constexpr = D // 2 if KIND == "int4" else D
-            fetch(k_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
-            fetch(v_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
+            fetch(k_cache, ahead, low, kv_head, KV_HEADS, K_SIZE, BLOCK, TOKENS)
+            fetch(v_cache, ahead, low, kv_head, KV_HEADS, V_SIZE, BLOCK, TOKENS)
         after_previous(PDL)
         rows = tile * ROWS + tl.arange(0, ROWS)
         token = rows // GROUP
@@ -166,12 +172,12 @@ def _attend(
         x = tl.load(q + head[:, None] * D + d[None, :], mask=live[:, None], other=0)
         # Codes become fp16, which holds them and takes fewer instructions than bf16; so the largest
         # of a query and of a tile's V scales are taken out, or fp16 might overflow.
-        DTYPE: tl.constexpr = x.dtype if KIND == "model" or x.dtype == tl.float32 else tl.float16
+        DTYPE: tl.constexpr = x.dtype if K_KIND == "model" or x.dtype == tl.float32 else tl.float16
         SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
         unit = tl.full([ROWS], SCALE, tl.float32)
-        if KIND != "model":
+        if K_KIND != "model":
             x32 = x.to(tl.float32)
-            if KIND == "static":
+            if K_KIND == "static":
                 x32 *= tl.load(k_scale + kv_head * D + d)[None, :]
             largest = tl.maximum(tl.max(tl.abs(x32), 1), 1e-30)
             x, unit = (x32 / largest[:, None]).to(DTYPE), unit * largest
@@ -185,15 +191,15 @@ def _attend(
             block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
             ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
             row = (block + t % BLOCK).to(tl.int64)
-            if KIND == "int4":
-                page = (block // BLOCK).to(tl.int64)
-                keys = _keys(k_cache, k_scale, page, t, inside, D, BLOCK, DTYPE)
-            else:
-                keys = tl.load(k_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
-                if KIND != "model":
-                    keys = _float(keys, DTYPE)
+            page = (block // BLOCK).to(tl.int64)
+            k_at = k_cache + row[:, None] * K_SIZE + tl.arange(0, K_SIZE)[None, :]
+            keys = tl.load(k_at, inside[:, None], other=0)
+            if K_KIND == "int4":
+                keys = _decoded(keys, k_scale, page, t, inside, GROUPS, BLOCK, DTYPE)
+            elif K_KIND != "model":
+                keys = _float(keys, DTYPE)
             score = tl.dot(x, tl.trans(keys), input_precision="ieee") * unit[:, None]
-            if KIND == "dynamic":
+            if K_KIND == "dynamic":
                 score *= tl.load(k_scale + row, inside, other=0)[None, :]
             seen = t[None, :] <= position[:, None]  # position < last
             if WINDOW > 0:
@@ -204,33 +210,30 @@ def _attend(
             p = tl.exp2(score - base[:, None])
             fade = tl.exp2(most - base)
             total = total * fade + tl.sum(p, 1)
-            if KIND == "model":
+            if V_KIND == "model":
                 values = tl.load(v_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
                 acc = acc * fade[:, None]
                 acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
-            elif KIND == "int4":
-                whole = t // SIDE * SIDE < last
-                values = _values(
-                    v_cache, v_scale, page, t, inside, whole, D, BLOCK, SIDE, DTYPE
-                )  # fmt: skip
-                acc = acc * fade[:, None]
-                acc += tl.dot(p.to(DTYPE), tl.trans(values), input_precision="ieee")
             else:
-                side = block.to(tl.int64) * D + t % BLOCK
+                side = block.to(tl.int64) * V_SIZE + t % BLOCK
                 side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
-                at_v = v_cache + d[:, None] * BLOCK + side[None, :]
+                at_v = v_cache + tl.arange(0, V_SIZE)[:, None] * BLOCK + side[None, :]
                 whole = t // SIDE * SIDE < last  # all that lies side by side, and p is 0 past last
-                values = _float(tl.load(at_v, whole[None, :], other=0), DTYPE)
+                values = tl.trans(tl.load(at_v, whole[None, :], other=0))
                 acc = acc * fade[:, None]
-                if KIND == "dynamic":
+                if V_KIND == "int4":
+                    values = _decoded(values, v_scale, page, t, inside, GROUPS, BLOCK, DTYPE)
+                else:
+                    values = _float(values, DTYPE)
+                if V_KIND == "dynamic":
                     scale = tl.load(v_scale + row, inside, other=0)
                     most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
                     p = (p * (scale / most_scale)[None, :]).to(DTYPE)
-                    acc += tl.dot(p, tl.trans(values), input_precision="ieee") * most_scale
+                    acc += tl.dot(p, values, input_precision="ieee") * most_scale
                 else:
-                    acc += tl.dot(p.to(DTYPE), tl.trans(values), input_precision="ieee")
+                    acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
             most = new
-        if KIND == "static":
+        if V_KIND == "static":
             acc *= tl.load(v_scale + kv_head * D + d)[None, :]
         if SPLITS == 1:
             if sinks is not None:
@@ -268,14 +271,13 @@ def _combine(
     tl.store(out + head * D + d, acc)
 
 
-def refuse(cache: Tensor) -> str | None:
-    """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
+def refuse(cache: Planes) -> str | None:
+    """None when these kernels can be used on a cache, or why not."""
     if reason := refuse_cache(cache):
         return reason
-    dim, room = head_dim(cache), shared_memory(cache.device)
-    size = max(2, cache.element_size())  # of queries
+    dim, room, size = cache.head_dim, shared_memory(cache.k.device), cache.k.element_size()
     least = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
-    if (need := shared_bytes(least, dim, size, cache.element_size() * cache.shape[3])) > room:
+    if (need := shared_bytes(least, dim, max(2, size), head_bytes(cache))) > room:
         return f"a head dimension of {dim} takes {need} bytes of shared memory, and it has {room}"
     return None
 
@@ -302,18 +304,21 @@ def attend(
     default as many as fill the GPU when every sequence has a single query, else one. sinks
     (heads,): scores of one more key of each head, whose value is zero.
     """
-    k, v, k_scale, v_scale = arguments(cache)
+    k_kind, v_kind, k, v, k_scale, v_scale = arguments(cache)
+    assert k_kind is not None
+    assert v_kind is not None
+    kinds = {"K_KIND": k_kind, "V_KIND": v_kind}
     _, kv_heads, block, _ = k.shape
-    (_, heads, dim), batch, stored = q.shape, len(tables), kind(cache[2])
+    (_, heads, dim), batch = q.shape, len(tables)
     group = heads // kv_heads
     rows = max(16, min(128, next_power_of_2(longest * group)))
-    tile = tile or (PROMPT if rows == 128 else TILES[stored])
+    tile = tile or (PROMPT if rows == 128 else TILES[k_kind])
     tile = fitted(
-        tile._replace(rows=tile.rows or rows), dim, q.element_size(), k.element_size() * k.shape[3],
+        tile._replace(rows=tile.rows or rows), dim, q.element_size(), head_bytes(cache),
         shared_memory(q.device),
     )  # fmt: skip
     rows = tile.rows
-    single = longest == 1 and attention_int8.suits(group, dim, stored)
+    single = longest == 1 and attention_int8.suits(group, cache)
     if splits is None:
         enough = PROGRAMS[k.element_size()]
         splits = choose_splits(batch * kv_heads, enough) if longest == 1 else 1
@@ -328,8 +333,8 @@ def attend(
             q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            KIND=stored, SPLITS=splits, TOKENS=tile.tokens,
-            num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
+            GROUPS=cache.groups, SPLITS=splits, TOKENS=tile.tokens, num_warps=tile.warps,
+            num_stages=tile.stages, **kinds, **overlap(q.device),
         )  # fmt: skip
     else:
         most = batch * -(-group // rows)
@@ -339,9 +344,9 @@ def attend(
             q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), batch, scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            KIND=stored, SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
+            GROUPS=cache.groups, SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
             SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
-            num_warps=tile.warps, num_stages=tile.stages, **overlap(q.device),
+            num_warps=tile.warps, num_stages=tile.stages, **kinds, **overlap(q.device),
         )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
@@ -362,7 +367,7 @@ def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
         tile: With its rows.
         dim: Of a head.
         size: Bytes of a query's number.
-        head: Bytes of a head of K or V in the cache.
+        head: Bytes of a token's head of K or V in the cache, with its scales.
         room: Bytes.
     """
     while shared_bytes(tile, dim, size, head) > room:
@@ -379,10 +384,15 @@ def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
     return tile
 
 
+def head_bytes(cache: Planes) -> int:
+    """Of a token's head of K or V, with its scales, at most."""
+    return cache.k.element_size() * cache.k.shape[3] + 8 * cache.groups
+
+
 def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
     """Of a program, at most: queries, tiles of K and V, probabilities, scales of tokens."""
     tiles = max(1, 2 * (tile.stages - 1))
-    keys = tiles * (head + 8) + tile.rows * size
+    keys = tiles * head + tile.rows * size
     return tile.rows * dim * size + tile.tokens * keys + 1024
 
 

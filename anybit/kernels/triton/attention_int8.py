@@ -4,27 +4,29 @@ The query, and the probabilities with V's scales, become two int8 digits, hi + l
 of their largest value: 15 bits, more than bf16 has. K and V are the left operands, whose tiles have
 16 rows; the right one has 8 columns, and both digits of four query heads fill them.
 
-Bytes of int4 are two operands, the halves of heads, and K's have scales of their own. What code 0
-stands for (`low`) is multiplied by sums of the query and of the probabilities.
+Bytes of int4 are two operands, codes of both halves of heads; each group of channels is a part with
+scales of its own. What code 0 stands for (`low`) is multiplied by sums of the query and of the
+probabilities. A head in int8 is one part.
 """
 
 import triton
 import triton.language as tl
 
+from anybit.kernels.kv import Planes
 from anybit.kernels.triton.activation import after_previous, launch_next
 from anybit.kernels.triton.lang import NO_PTX
 
 MOST_HEADS = 8  # query heads of a K head
-LEAST_DIM, MOST_DIM = 32, 512  # bytes that the matrix unit multiplies at a time; see `_both`
+LEAST_DIM, MOST_DIM = 32, 512  # of a part of K, what the matrix unit multiplies; see `_both`
+MOST_GROUPS = 2  # of half a head: parts of more take more registers than there are
 
 
-def suits(group: int, dim: int, kind: str) -> bool:
-    """Whether `_attend_int8` takes so many query heads of a K head, of this dimension.
-
-    kind: of the cache; see `attention.kind`.
-    """
-    whole = dim // 2 if kind == "int4" else dim  # what is multiplied at a time
-    return kind != "model" and group <= MOST_HEADS and LEAST_DIM <= whole and dim <= MOST_DIM
+def suits(group: int, cache: Planes) -> bool:
+    """Whether `_attend_int8` takes so many query heads of a K head of such a cache."""
+    kinds, dim = (cache.k_kind, cache.v_kind), cache.head_dim
+    part = dim // (2 * cache.groups if cache.k_kind == "int4" else 1)
+    fits = group <= MOST_HEADS and LEAST_DIM <= part and dim <= MOST_DIM
+    return fits and "model" not in kinds and cache.groups <= MOST_GROUPS
 
 
 @triton.jit
@@ -117,13 +119,6 @@ def sunk(sinks, head, most):
 
 
 @triton.jit
-def _query(at, live, scale):
-    """Queries (SIZE, 2 * heads), each twice, as fp32; times a scale of each channel, if any."""
-    x = tl.load(at, live[None, :], other=0).to(tl.float32)
-    return x if scale is None else x * scale[:, None]
-
-
-@triton.jit
 def _alternating(x, largest):
     """Queries (SIZE, 2 * heads) to digits of 1 / 126 of the largest; hi in even columns."""
     hi, lo = _digits(x * (126.0 / largest)[None, :])
@@ -131,11 +126,34 @@ def _alternating(x, largest):
 
 
 @triton.jit
+def _beside(p):
+    """Both digits of weights (TOKENS, heads) side by side (TOKENS, 2 * heads)."""
+    hi, lo = _digits(p)
+    return tl.reshape(tl.join(hi, lo), [p.shape[0], 2 * p.shape[1]])
+
+
+@triton.jit
+def _scores(codes, x, whole, at_grid):
+    """Products of codes (TOKENS, channels) in int4 with digits of queries, in their unit.
+
+    whole: sums of the digits. at_grid: of each token.
+    """
+    scale, low = grid_of(tl.load(at_grid))
+    return _both(tl.dot(codes, x)) * scale[:, None] + whole * low[:, None]
+
+
+@triton.jit
+def _add(acc, codes, p, fade):
+    """Products of codes (channels, TOKENS) with weights p, of at most 126, added to others."""
+    return acc * fade[None, :] + _both(tl.dot(codes, _beside(p)))
+
+
+@triton.jit
 def _attend_int8(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, sinks,
     TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SPLITS: tl.constexpr,
-    TOKENS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    GROUPS: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one K head of a sequence against a part of its context.
 
@@ -153,64 +171,70 @@ def _attend_int8(
     high = tl.minimum(low + each, context)
     table = tables + seq.to(tl.int64) * TABLE_STRIDE
     ahead = pages(table, low, high, BLOCK, TOKENS)
-    INT4: tl.constexpr = KIND == "int4"
-    HALVES: tl.constexpr = 2 if INT4 else 1
-    SIZE: tl.constexpr = D // HALVES  # bytes of a token's head
+    K_PARTS: tl.constexpr = 2 * GROUPS if K_KIND == "int4" else 1
+    V_PARTS: tl.constexpr = 2 * GROUPS if V_KIND == "int4" else 1
+    K_PART: tl.constexpr = D // K_PARTS  # channels
+    V_PART: tl.constexpr = D // V_PARTS
+    K_SIZE: tl.constexpr = D // 2 if K_KIND == "int4" else D  # bytes of a token's head
+    V_SIZE: tl.constexpr = D // 2 if V_KIND == "int4" else D
     if PDL:  # K and V come from memory while the previous kernel ends
-        fetch(k_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
-        fetch(v_cache, ahead, low, kv_head, KV_HEADS, SIZE, BLOCK, TOKENS)
-        if KIND != "static":
-            fetch(k_scale, ahead, low, kv_head, KV_HEADS, HALVES, BLOCK, TOKENS)
-            fetch(v_scale, ahead, low, kv_head, KV_HEADS, 1, BLOCK, TOKENS)
+        fetch(k_cache, ahead, low, kv_head, KV_HEADS, K_SIZE, BLOCK, TOKENS)
+        fetch(v_cache, ahead, low, kv_head, KV_HEADS, V_SIZE, BLOCK, TOKENS)
+        if K_KIND != "static":
+            fetch(k_scale, ahead, low, kv_head, KV_HEADS, K_PARTS, BLOCK, TOKENS)
+        if V_KIND != "static":
+            fetch(v_scale, ahead, low, kv_head, KV_HEADS, V_PARTS, BLOCK, TOKENS)
     after_previous(PDL)
 
     HEADS: tl.constexpr = 4 if GROUP <= 4 else 8
     SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
-    d = tl.arange(0, SIZE)
+    d, v_d = tl.arange(0, K_PART), tl.arange(0, V_PART)
     column = tl.arange(0, 2 * HEADS)  # both digits of a head side by side
     first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
     at_q = q + (first + column // 2)[None, :] * D + d[:, None]
-    given = column // 2 < GROUP
-    x = _query(at_q, given, tl.load(k_scale + kv_head * D + d) if KIND == "static" else None)
-    largest = tl.max(tl.abs(x), 0)
-    if INT4:
-        x_high = _query(at_q + SIZE, given, None)
-        largest = tl.maximum(largest, tl.max(tl.abs(x_high), 0))
-    largest = tl.maximum(largest, 1e-30)
+    queries = ()
+    largest = tl.full([2 * HEADS], 1e-30, tl.float32)
+    for i in tl.static_range(K_PARTS):
+        x = tl.load(at_q + i * K_PART, (column // 2 < GROUP)[None, :], other=0).to(tl.float32)
+        if K_KIND == "static":
+            x *= tl.load(k_scale + kv_head * D + d)[:, None]
+        largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
+        queries = queries + (x,)
     unit = tl.max(tl.reshape(largest, [HEADS, 2]), 1) * (SCALE / (126 * 254))
-    x = _alternating(x, largest)
-    if INT4:
-        x_high = _alternating(x_high, largest)
-        whole = _both(tl.sum(x.to(tl.int32), 0)[None, :]) * unit[None, :]
-        whole_high = _both(tl.sum(x_high.to(tl.int32), 0)[None, :]) * unit[None, :]
+    digits, wholes = (), ()
+    for i in tl.static_range(K_PARTS):
+        x = _alternating(queries[i], largest)
+        digits = digits + (x,)
+        wholes = wholes + (_both(tl.sum(x.to(tl.int32), 0)[None, :]),)
 
     most = tl.full([HEADS], float("-inf"), tl.float32)
     # Added up over tokens after the loop, for sums across threads take a while.
     total = tl.zeros([TOKENS, HEADS], tl.float32)
-    acc = tl.zeros([SIZE, HEADS], tl.float32)
-    if INT4:
-        lows = tl.zeros([TOKENS, HEADS], tl.float32)
-        acc_high = tl.zeros([SIZE, HEADS], tl.float32)
+    accs, lows = (), ()
+    for _ in tl.static_range(V_PARTS):
+        accs = accs + (tl.zeros([V_PART, HEADS], tl.float32),)
+        lows = lows + (tl.zeros([TOKENS, HEADS], tl.float32),)
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
         inside = t < context  # K and V are loaded whole: past the context, p is 0
         block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
         ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
         row = block + t % BLOCK
-        keys = tl.load(k_cache + row.to(tl.int64)[:, None] * SIZE + d[None, :])
-        if INT4:
-            at_grid = k_scale + row.to(tl.int64) + block  # two words for each token before
-            scale, offset = grid_of(tl.load(at_grid))
-            scale_high, offset_high = grid_of(tl.load(at_grid + BLOCK))
-            keys, keys_high = nibbles(keys)
-            score = _both(tl.dot(keys, x)) * scale[:, None]
-            score += _both(tl.dot(keys_high, x_high)) * scale_high[:, None]
-            score = score * unit[None, :] + whole * offset[:, None]
-            score += whole_high * offset_high[:, None]
+        at_k = k_cache + row.to(tl.int64)[:, None] * K_SIZE + d[None, :]
+        grids = row.to(tl.int64) + block * (2 * GROUPS - 1)
+        if K_KIND == "int4":
+            score = tl.zeros([TOKENS, HEADS], tl.float32)
+            for g in tl.static_range(GROUPS):
+                codes, codes_high = nibbles(tl.load(at_k + g * K_PART))
+                at_grid = k_scale + grids + g * BLOCK
+                high_grid = at_grid + GROUPS * BLOCK
+                score += _scores(codes, digits[g], wholes[g], at_grid)
+                score += _scores(codes_high, digits[GROUPS + g], wholes[GROUPS + g], high_grid)
         else:
-            score = _both(tl.dot(keys, x)) * unit[None, :]
-            if KIND == "dynamic":
+            score = _both(tl.dot(tl.load(at_k), digits[0]))  # type: ignore[misc]
+            if K_KIND == "dynamic":
                 score *= tl.load(k_scale + row)[:, None]
+        score *= unit[None, :]
         seen = inside
         if WINDOW > 0:
             seen = seen & (t >= context - WINDOW)
@@ -218,37 +242,41 @@ def _attend_int8(
         # Weights are p times V's scale. p is divided by a power of two that makes them at most 1
         # and the largest at least 1/2, so that one maximum does for p and for the scales.
         bound = score
-        if INT4:
-            scale, offset = grid_of(tl.load(v_scale + row, inside, other=0))
-        elif KIND == "dynamic":
-            scale = tl.load(v_scale + row, inside, other=0)
-        if KIND != "static":
-            exponent = (scale.to(tl.int32, bitcast=True) >> 23) - 126
+        scales, offsets = (), ()
+        if V_KIND != "static":
+            largest_scale = tl.zeros([TOKENS], tl.float32)
+            for i in tl.static_range(V_PARTS):
+                if V_KIND == "int4":
+                    scale, offset = grid_of(tl.load(v_scale + grids + i * BLOCK, inside, other=0))
+                    offsets = offsets + (offset,)
+                else:
+                    scale = tl.load(v_scale + row, inside, other=0)
+                scales = scales + (scale * 126.0,)
+                largest_scale = tl.maximum(largest_scale, scale)
+            exponent = (largest_scale.to(tl.int32, bitcast=True) >> 23) - 126
             bound += exponent.to(tl.float32)[:, None]
         new = tl.maximum(most, tl.max(bound, 0))
         base = tl.where(new == float("-inf"), 0.0, new)
         fade = tl.exp2(most - base)
         p = tl.exp2(score - base[None, :])
         total = total * fade[None, :] + p
-        if INT4:
-            lows = lows * fade[None, :] + p * offset[:, None]
-        p *= 126.0
-        if KIND != "static":
-            p *= scale[:, None]
-        p_hi, p_lo = _digits(p)
-        digits = tl.reshape(tl.join(p_hi, p_lo), [TOKENS, 2 * HEADS])
-        side = block.to(tl.int64) * SIZE + t % BLOCK
+        side = block.to(tl.int64) * V_SIZE + t % BLOCK
         side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
-        values = tl.load(v_cache + d[:, None] * BLOCK + side[None, :])
-        if INT4:
-            values, values_high = nibbles(values)
-            acc_high = acc_high * fade[None, :] + _both(tl.dot(values_high, digits))
-        acc = acc * fade[None, :] + _both(tl.dot(values, digits))
+        at_v = v_cache + v_d[:, None] * BLOCK + side[None, :]
+        if V_KIND == "int4":
+            added, added_high, added_lows = (), (), ()
+            for g in tl.static_range(GROUPS):
+                codes, codes_high = nibbles(tl.load(at_v + g * (V_PART * BLOCK)))
+                weights, weights_high = p * scales[g][:, None], p * scales[GROUPS + g][:, None]
+                added = added + (_add(accs[g], codes, weights, fade),)
+                added_high = added_high + (_add(accs[GROUPS + g], codes_high, weights_high, fade),)
+            for i in tl.static_range(V_PARTS):
+                added_lows = added_lows + (lows[i] * fade[None, :] + p * offsets[i][:, None],)
+            accs, lows = added + added_high, added_lows
+        else:
+            weights = p * 126.0 if V_KIND == "static" else p * scales[0][:, None]  # type: ignore[misc]
+            accs = (_add(accs[0], tl.load(at_v), weights, fade),)  # type: ignore[misc]
         most = new
-    worth: tl.constexpr = 1.0 / (126 * 254)
-    acc *= worth
-    if KIND == "static":
-        acc *= tl.load(v_scale + kv_head * D + d)[:, None]
     total = tl.sum(total, 0)
     live = tl.arange(0, HEADS) < GROUP
     to = first + tl.arange(0, HEADS)
@@ -261,10 +289,13 @@ def _attend_int8(
         divisor = tl.full([1, HEADS], 1.0, tl.float32)
         tl.store(sums + to, total, live)
         tl.store(maxima + to, most, live)
-    at_out = out + to[None, :] * D + d[:, None]
-    if INT4:
-        lows = tl.sum(lows, 0)[None, :]
-        acc += lows
-        acc_high = ((acc_high * worth + lows) / divisor).to(out.dtype.element_ty)
-        tl.store(at_out + SIZE, acc_high, live[None, :])
-    tl.store(at_out, (acc / divisor).to(out.dtype.element_ty), live[None, :])
+    worth: tl.constexpr = 1.0 / (126 * 254)
+    at_out = out + to[None, :] * D + v_d[:, None]
+    for i in tl.static_range(V_PARTS):
+        acc = accs[i] * worth
+        if V_KIND == "static":
+            acc *= tl.load(v_scale + kv_head * D + v_d)[:, None]
+        if V_KIND == "int4":
+            acc += tl.sum(lows[i], 0)[None, :]
+        acc = (acc / divisor).to(out.dtype.element_ty)
+        tl.store(at_out + i * V_PART, acc, live[None, :])

@@ -1,6 +1,6 @@
 """How a step's K and V get into the paged cache, in one pass over the projection's output.
 
-RoPE, the norms of heads, quantization and the store. `anybit.engine.int4` says what int4 is.
+RoPE, the norms of heads, quantization and the store. `anybit.engine.kv.int4` says what int4 is.
 """
 
 import math
@@ -10,19 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.kv import Planes
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
-
-KINDS = {2: "static", 3: "dynamic", 5: "int4"}  # by the dimensions of their scales
-
-Planes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # K, V and their scales
 
 
 @triton.jit
 def _write(
     qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
     STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUPS: tl.constexpr,
+    NORM: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
     launch_next(PDL)
@@ -49,7 +46,7 @@ def _write(
         rotated = (a * c - b * s).to(dtype).to(tl.float32)
         b = (b * c + a * s).to(dtype).to(tl.float32)
         a = rotated
-        if KIND == "int4":
+        if K_KIND == "int4":
             a, b = _spread(a, b)
     if first < HEADS:
         out = q_out + (token * HEADS + head) * (2 * HALF) + d
@@ -57,26 +54,26 @@ def _write(
         tl.store(out + HALF, b.to(dtype))
     else:
         if slot >= 0:  # a padded row of a graph has nowhere to go
-            block = slot // BLOCK * KV_HEADS + head
             if first < HEADS + KV_HEADS:
-                block -= HEADS
-                if KIND == "int4":
-                    _store_int4(a, b, k_cache, k_scale, block, slot, BLOCK, False)
+                head -= HEADS
+                block = slot // BLOCK * KV_HEADS + head
+                if K_KIND == "int4":
+                    _store_int4(a, b, k_cache, k_scale, block, slot, BLOCK, GROUPS, False)
                 else:
-                    _store(a, b, k_cache, k_scale, block, slot, head - HEADS, BLOCK, KIND, False)
+                    _store(a, b, k_cache, k_scale, block, slot, head, BLOCK, K_KIND, False)
             else:
-                block -= HEADS + KV_HEADS
                 head -= HEADS + KV_HEADS
-                TURNED: tl.constexpr = KIND != "model"
-                if KIND == "int4":
-                    _store_int4(a, b, v_cache, v_scale, block, slot, BLOCK, True)
+                block = slot // BLOCK * KV_HEADS + head
+                TURNED: tl.constexpr = V_KIND != "model"
+                if V_KIND == "int4":
+                    _store_int4(a, b, v_cache, v_scale, block, slot, BLOCK, GROUPS, TURNED)
                 else:
-                    _store(a, b, v_cache, v_scale, block, slot, head, BLOCK, KIND, TURNED)
+                    _store(a, b, v_cache, v_scale, block, slot, head, BLOCK, V_KIND, TURNED)
 
 
 @triton.jit
 def _spread(a, b):
-    """Heads of two halves (heads, HALF), rotated as `anybit.engine.int4` has it."""
+    """Heads of two halves (heads, HALF), rotated as `anybit.engine.kv.int4` has it."""
     HALF: tl.constexpr = a.shape[1]
     for i in tl.static_range(16):
         if 2**i < HALF:
@@ -97,43 +94,42 @@ def _butterfly(x, STRIDE: tl.constexpr):
 
 @triton.jit
 def _store_int4(
-    a, b, cache, grids, block, slot, BLOCK: tl.constexpr, VALUES: tl.constexpr
+    a, b, cache, grids, block, slot, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of a token's heads in int4; of V with one grid, and tokens side by side."""
+    """Both halves of a token's heads in int4, with GROUPS grids each; see `_store`."""
     HALF: tl.constexpr = a.shape[1]
     d = tl.arange(0, HALF)[None, :]
-    least, most = tl.min(a, 1)[:, None], tl.max(a, 1)[:, None]
-    least_b, most_b = tl.min(b, 1)[:, None], tl.max(b, 1)[:, None]
-    if VALUES:
-        least, most = tl.minimum(least, least_b), tl.maximum(most, most_b)
-        least_b, most_b = least, most
-        at_grid = grids + block * BLOCK + slot % BLOCK
+    if TURNED:
         at = cache + (block * HALF + d) * BLOCK + slot % BLOCK
     else:
-        at_grid = grids + block * (2 * BLOCK) + slot % BLOCK
         at = cache + (block * BLOCK + slot % BLOCK) * HALF + d
-    code, word = _int4(a, least, most)
+    group = block * (2 * GROUPS) + tl.arange(0, GROUPS)[None, :]
+    at_grid = grids + group * BLOCK + slot % BLOCK
+    code, word = _int4(a, GROUPS)
+    code_b, word_b = _int4(b, GROUPS)
     tl.store(at_grid, word)
-    code_b, word = _int4(b, least_b, most_b)
-    if not VALUES:
-        tl.store(at_grid + BLOCK, word)
+    tl.store(at_grid + GROUPS * BLOCK, word_b)
     tl.store(at, (code | (code_b << 4)).to(tl.uint8))
 
 
 @triton.jit
-def _int4(x, least, most):
-    """Codes of x (heads, HALF) as 32-bit numbers; scale and low (heads, 1) as the words of a grid.
-
-    least, most: of what the grid is for.
-    """
-    scale = tl.div_rn(most - least, most * 0 + 15.0)
+def _int4(x, GROUPS: tl.constexpr):
+    """Codes of x (heads, HALF) as 32-bit numbers; scales and lows (heads, GROUPS) as words."""
+    HEADS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1]
+    y = tl.reshape(x, [HEADS, GROUPS, HALF // GROUPS])
+    low, most = tl.min(y, 2), tl.max(y, 2)
+    scale = tl.div_rn(most - low, most * 0 + 15.0)
     scale = tl.maximum(scale, 5.9604644775390625e-08).to(tl.float16)  # fp16's least
-    low = least.to(tl.float16)
+    low = low.to(tl.float16)
     word = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     word |= low.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    code = tl.div_rn(x - low.to(tl.float32), scale.to(tl.float32) + x * 0)
+    y -= low.to(tl.float32)[:, :, None]
+    code = tl.div_rn(y, scale.to(tl.float32)[:, :, None] + y * 0)
     code = code + 12582912.0 - 12582912.0
-    return tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32), word
+    code = tl.minimum(tl.maximum(code, 0.0), 15.0).to(tl.int32)
+    return tl.reshape(code, [HEADS, HALF]), word
 
 
 @triton.jit
@@ -187,14 +183,12 @@ def write(
 ) -> Tensor:
     """Rotate Q and K of qkv (T, (heads + 2 kv_heads) * D), store K and V; Q (T, heads, D).
 
-    cache: K and V (blocks, kv_heads, block_size, D) and their scales, as `LayerCache` has them:
-    V in int8 or int4 is (blocks, kv_heads, D, block_size). Q for int4 is rotated as K is.
+    Q for int4 is rotated as K is.
     rope: cosines and sines (positions, D / 2) fp32. slots (T,): block * block_size + offset, or -1
     for a token that is not stored. norms: RMSNorm weights (D,) of Q and K, and the epsilon.
     """
-    k, v, k_scale, v_scale = arguments(cache)
-    tokens, (_, kv_heads, block, _) = len(qkv), k.shape
-    dim = head_dim(k)
+    _, _, k, v, k_scale, v_scale = arguments(cache)
+    tokens, (_, kv_heads, block, _), dim = len(qkv), k.shape, cache.head_dim
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
@@ -202,40 +196,31 @@ def write(
         _write[(tokens, (heads + 2 * kv_heads) // together)](
             qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
             eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
-            KIND=kind(cache[2]), NORM=norms is not None, TOGETHER=together, num_warps=together,
-            **overlap(q.device),
+            K_KIND=cache.k_kind, V_KIND=cache.v_kind, GROUPS=cache.groups, NORM=norms is not None,
+            TOGETHER=together, num_warps=together, **overlap(q.device),
         )  # fmt: skip
     return q
 
 
-def kind(scale: Tensor | None) -> str:
-    """How a cache is stored: "model" (its dtype), "int4", or int8 by its scales.
-
-    Those are "static", of channels, or "dynamic", of tokens.
-    """
-    return "model" if scale is None else KINDS[scale.ndim]
-
-
-def head_dim(k: Tensor) -> int:
-    return k.shape[3] * (2 if k.dtype == torch.uint8 else 1)
-
-
 def arguments(cache: Planes) -> Planes:
     """A cache as kernels get it: a scale and a low of int4 as one word."""
-    k, v, k_scale, v_scale = cache
-    if k_scale is None or v_scale is None or k_scale.dtype != torch.float16:
-        return cache
-    return k, v, k_scale.view(torch.int32), v_scale.view(torch.int32)
+    k_scale, v_scale = (
+        scale if scale is None or scale.dtype != torch.float16 else scale.view(torch.int32)
+        for scale in (cache.k_scale, cache.v_scale)
+    )
+    return cache._replace(k_scale=k_scale, v_scale=v_scale)
 
 
-def refuse(cache: Tensor) -> str | None:
-    """None when these kernels can be used on K (blocks, kv_heads, block_size, D), or why not."""
-    block, dim = cache.shape[2], head_dim(cache)
-    least = 32 if cache.dtype == torch.uint8 else 16  # the matrix unit takes 16 numbers at a time
+def refuse(cache: Planes) -> str | None:
+    """None when these kernels can be used on a cache, or why not."""
+    block, dim, kinds = cache.k.shape[2], cache.head_dim, (cache.k_kind, cache.v_kind)
+    least = 32 if "int4" in kinds else 16  # the matrix unit takes 16 numbers at a time
+    if None in kinds or ("model" in kinds and kinds != ("model", "model")):
+        return f"they do not take K that is {kinds[0]} and V that is {kinds[1]}"
     if dim < least or dim & (dim - 1):
         return f"the head dimension is {dim}, not a power of two of at least {least}"
     if block & (block - 1):
         return f"the block size is {block}, not a power of two"
-    if (heads := cache.shape[:3].numel()) >= 2**31:
+    if (heads := cache.k.shape[:3].numel()) >= 2**31:
         return f"{heads} heads of tokens in a layer's cache are more than 2**31 - 1"
     return None

@@ -1,4 +1,4 @@
-"""The KV cache in 4 bits: its definition, and models on it."""
+"""KV caches of 4 bits and others: definitions, and models on them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit.engine import int4
-from anybit.engine.attention import LayerCache
+from anybit.engine.kv import int4
+from anybit.engine.kv.cache import LayerCache
+from anybit.engine.kv.format import KvFormat, Numbers
+from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import Unsupported
+from anybit.errors import InvalidInput, Unsupported
 from tests.engine.conftest import prompts, random_model
 
 Checkpoint = Callable[[str], Path]
@@ -27,7 +29,7 @@ def test_spread_is_a_rotation(dim: int, run: int) -> None:
     assert matrix.unique().numel() == (2 if 2 * run == dim else 3)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
 def test_codes_are_the_nearest(groups: int) -> None:
     x = torch.randn(50, 3, 32) * torch.logspace(-5, 3, 50)[:, None, None]
     codes, grid = int4.encode(x, groups)
@@ -58,7 +60,7 @@ def test_outlier_channels_are_spread() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(64, 128), torch.randn(500, 1, 128)
     k[..., [3, 90]] *= 20
-    cache = LayerCache.empty(63, 1, 8, 128, int4.INT4, CPU)
+    cache = LayerCache.empty(63, 1, 8, 128, KV_FORMATS["int4"], CPU)
     slots = torch.arange(500)
     cache.store(k, k, slots)
     rotated, plain = cache.load(torch.arange(63), torch.float32)
@@ -70,45 +72,99 @@ def test_outlier_channels_are_spread() -> None:
 
 
 def test_memory() -> None:
-    """A token and head: codes of 4 bits, and 32 bits for three groups."""
-    cache = LayerCache.empty(10, 2, 16, 128, int4.INT4, CPU)
-    assert cache.nbytes == 320 * (128 + 3 * 4)
+    """A token and head: codes, 32 bits for each group of int4, and for K in int8."""
+    cache = LayerCache.empty(10, 2, 16, 128, KV_FORMATS["int4"], CPU)
+    assert cache.nbytes == 320 * (128 + 4 * 4)
     assert cache.head_dim == 128
-    dense = LayerCache.empty(10, 2, 16, 128, torch.bfloat16, CPU)
-    assert cache.nbytes < 0.275 * dense.nbytes
+    mixed = LayerCache.empty(10, 2, 16, 256, KV_FORMATS["k8v4"], CPU)
+    assert mixed.nbytes == 320 * (256 + 4 + 128 + 8 * 4)
+    assert mixed.head_dim == 256
+
+
+@pytest.mark.parametrize(
+    ("dim", "groups"), [(16, 2), (128, 2), (130, 10), (192, 4), (256, 4), (576, 12)]
+)
+def test_groups_are_as_few_as_may_be(dim: int, groups: int) -> None:
+    """Of equal size, at most 64 channels, each in one half."""
+    assert int4.groups_of(dim, 64) == groups
 
 
 def test_heads_without_halves_are_refused() -> None:
     with pytest.raises(Unsupported, match="head_dim is 15; use int8"):
-        LayerCache.empty(4, 1, 8, 15, int4.INT4, CPU)
+        LayerCache.empty(4, 1, 8, 15, KV_FORMATS["int4"], CPU)
 
 
 def test_wide_heads_are_refused(tmp_path: Path) -> None:
-    """One scale for V of a head of 256 costs Gemma 0.16 nats."""
+    """4 bits for K of a head of 256 cost Gemma 0.1 nats; 8 bits, and 4 for V, do not."""
     random_model("gemma2", {"head_dim": 256}).save_pretrained(tmp_path)
-    with pytest.raises(Unsupported, match="too coarse for 256 channels, more than 128"):
+    with pytest.raises(Unsupported, match=r"at most 128 channels, and these have 256: .* k8v4"):
         LLM(tmp_path, kv_cache="int4")
-    assert LLM(tmp_path, kv_cache="int8").kv_dtype == torch.int8
+    assert LLM(tmp_path, kv_cache="k8v4").kv_cache == "k8v4"
 
 
+def test_what_loses_much_says_so(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+    for kv in ("int8", "k8v4"):
+        LLM(checkpoint("llama"), kv_cache=kv)
+    assert not caplog.messages
+    LLM(checkpoint("llama"), kv_cache="int4")
+    assert "nats a token" in caplog.messages[0]
+
+
+class Fp8(Numbers):
+    """A way of one's own: fp8 without scales."""
+
+    kind = None
+
+    def __init__(self) -> None:
+        super().__init__(torch.float8_e4m3fn)
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        return x.float().clamp(-448, 448).to(self.dtype), None
+
+    def decode(
+        self, codes: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return codes.to(dtype)
+
+
+def test_a_format_is_one_class(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine takes a format that nothing but its own class knows."""
+    monkeypatch.setitem(KV_FORMATS, "fp8", KvFormat("fp8", Fp8(), Fp8()))
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=20, ignore_eos=True)
+    options = {"block_size": 4, "max_tokens": 16, "kv_bytes": 1 << 20}
+    exact, llm = (LLM(checkpoint("llama"), kv_cache=kv, **options) for kv in ("model", "fp8"))
+    assert llm.kv_cache == "fp8"
+    assert not any(cache.native or cache.fused for cache in llm.engine.runner.caches)
+    for a, b in zip(
+        exact.generate(prompts(3), params), llm.generate(prompts(3), params), strict=True
+    ):
+        x, y = (o.completions[0].logprobs[0] for o in (a, b))
+        differences = [abs(p - dict(y.top)[t]) for t, p in x.top if t in dict(y.top)]
+        assert 0 < max(differences) < 0.3
+    with pytest.raises(InvalidInput, match="auto, model, int8, k8v4, int4, fp8"):
+        LLM(checkpoint("llama"), kv_cache="fp9")
+
+
+@pytest.mark.parametrize("kv", ["int4", "k8v4"])
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma2", "mistral", "gpt_oss", "deepseek_v3", "starcoder2"]
 )
-def test_models_stay_close(checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
+def test_models_stay_close(checkpoint: Checkpoint, tmp_path: Path, name: str, kv: str) -> None:
     """Windows, soft caps, sinks, norms of heads, latent attention, and models of transformers."""
     if name == "starcoder2":
         random_model(name, {}).save_pretrained(tmp_path)
     directory = tmp_path if name == "starcoder2" else checkpoint(name)
     params = SamplingParams(max_tokens=6, temperature=0, logprobs=20, ignore_eos=True)
     exact = LLM(directory, kv_cache="model").generate(prompts(3), params)
-    llm = LLM(directory, kv_cache="int4", max_tokens=16, block_size=4, kv_bytes=1 << 20)
-    assert llm.kv_dtype == int4.INT4
+    llm = LLM(directory, kv_cache=kv, max_tokens=16, block_size=4, kv_bytes=1 << 20)
+    assert llm.kv_cache == kv
+    differences = []
     for a, b in zip(exact, llm.generate(prompts(3), params), strict=True):
         (x, *_), (y, *_) = a.completions[0].logprobs or (), b.completions[0].logprobs or ()
         others = dict(y.top)
-        differences = [abs(p - others[t]) for t, p in x.top if t in others]
-        assert 0 < sum(differences) / len(differences) < 0.3
-        assert len(differences) > 12
+        differences += [abs(p - others[t]) for t, p in x.top if t in others]
+    assert 0 < sum(differences) / len(differences) < 0.3
+    assert len(differences) > 3 * 12
 
 
 def test_a_cached_prefix_gives_the_same(checkpoint: Checkpoint) -> None:
@@ -124,5 +180,5 @@ def test_static_scales_are_for_int8(checkpoint: Checkpoint, tmp_path: Path) -> N
     from tests.engine.test_models import with_scales
 
     llm = LLM(with_scales(checkpoint("llama"), tmp_path), kv_cache="int4")
-    assert llm.kv_dtype == int4.INT4
+    assert llm.kv_cache == "int4"
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].tokens

@@ -1,8 +1,9 @@
-"""K and V in 4 bits: the definition, in plain torch.
+"""K or V in 4 bits: the definition, in plain torch.
 
 A head's numbers x are c * scale + low with codes c from 0 to 15, and scale and low in fp16 for each
-group of channels of each token. Byte i holds the codes of channels i and i + D / 2, the first in
-its low bits, so that unpacked bytes are the two halves of a head, as rotary embeddings have them.
+group of channels of each token. Byte i holds the codes of channels i and i + D / 2, the
+first in its low bits, so that unpacked bytes are the two halves of a head, as rotary embeddings
+have them; a group lies in one half.
 
 Some channels of K are far larger than others in most models. So K is rotated by a Hadamard matrix
 first, which spreads them over many channels; products with a query that is rotated, too, stay
@@ -12,33 +13,41 @@ the same. V has no such channels and is left as it is.
 import torch
 from torch import Tensor
 
-from anybit.errors import Unsupported
+from anybit.engine.kv.format import Numbers, zeros
 
-INT4 = torch.uint8  # dtype of a cache in 4 bits
-K_GROUPS, V_GROUPS = 2, 1  # of channels that share a scale
 MOST = 15.0  # code
-WIDEST = 128  # channels of a head: Gemma 3 270M, with 256, lost 0.16 nats
 # fp16 has nothing smaller; zeros, whose range is none, need a scale to be divided by.
 LEAST_SCALE = 2.0**-24
 
 
-def check_head_dim(dim: int) -> None:
-    """Raises Unsupported for heads that have no halves."""
-    if dim % 2:
-        raise Unsupported(
-            f"a KV cache in int4 packs two halves of a head, but head_dim is {dim}; use int8 or "
-            "the model's dtype"
-        )
+class Int4(Numbers):
+    """Codes of 4 bits. group: channels that share a scale, at most; rotated: as K is."""
+
+    packs, kind, turned = 2, "int4", True
+
+    def __init__(self, group: int, rotated: bool = False) -> None:
+        super().__init__(torch.uint8)
+        self.group, self.rotated = group, rotated
+
+    def empty_scale(self, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+        blocks, heads, size, dim = shape
+        return zeros((blocks, heads, groups_of(dim, self.group), size, 2), torch.half, device)
+
+    def turn(self, x: Tensor) -> Tensor:
+        return spread(x) if self.rotated else x
+
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return encode(x, groups_of(x.shape[-1], self.group))
+
+    def decode(self, codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert scale is not None
+        return decode(codes, scale).to(dtype)
 
 
-def check_width(dim: int) -> None:
-    """Raises Unsupported for heads too wide for one scale of V."""
-    if dim > WIDEST:
-        raise Unsupported(
-            f"a KV cache in int4 has one scale for V of a head, which is too coarse for {dim} "
-            f"channels, more than {WIDEST}: Gemma 3 270M, with 256, went from perplexity 19.9 to "
-            "23.4; use int8, which loses 0.001 nats there"
-        )
+def groups_of(dim: int, most: int) -> int:
+    """Groups of equal size, of `most` channels at most, that heads have: few in each half."""
+    half = dim // 2
+    return 2 * next(n for n in range(1, half + 1) if half % n == 0 and half // n <= most)
 
 
 def spread(x: Tensor) -> Tensor:

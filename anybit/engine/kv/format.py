@@ -1,0 +1,130 @@
+"""How a KV cache keeps numbers: a class for each way; a format names one for K and one for V."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybit.errors import Unsupported
+
+ALIGNED = 64  # bytes, as torch has it
+
+
+class Numbers:
+    """K or V as they are, in a dtype; what another way does otherwise, it overrides.
+
+    A new one is a class in a file of its own, in a format of `anybit.engine.kv.formats`.
+
+    Attributes:
+        dtype: Of what is kept.
+        packs: Channels in one number of that.
+        kind: What kernels call it (`anybit.kernels.kv.Planes`); None: none takes it, and torch's
+            attention decodes whole contexts.
+        turned: Whether a GPU's kernels want V's tokens side by side: a matrix unit sums over
+            tokens, and takes bytes that it sums side by side.
+        static: Whether scales belong to channels and were known before.
+    """
+
+    packs: ClassVar[int] = 1
+    kind: ClassVar[str | None] = "model"
+    turned: ClassVar[bool] = False
+    static: ClassVar[bool] = False
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def of_layer(self, scale: Tensor) -> "Numbers":
+        """The same in a layer whose checkpoint has int8 scales of channels."""
+        return self
+
+    def empty_scale(self, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+        """Scales of a cache of zeros, or None; see `Planes`.
+
+        Args:
+            shape: Blocks, heads, tokens of a block, channels of a head.
+            device: Where the cache lies.
+        """
+        return None
+
+    def turn(self, x: Tensor) -> Tensor:
+        """K or a query (..., head_dim) as products are made of it."""
+        return x
+
+    def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What is kept of x (T, heads, head_dim), and its scales (T, heads, groups, numbers).
+
+        Args:
+            x: K that has been turned, or V.
+            scale: The cache's scales. Static ones are used; of others, the shape is.
+        """
+        return x, None
+
+    def decode(self, codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """What codes (..., heads, T, D) mean, in a dtype.
+
+        Args:
+            codes: As `encode` makes them.
+            scale: (..., heads, T, groups, numbers); static ones (heads, 1, head_dim).
+            dtype: Of queries.
+        """
+        return codes
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """How K and V are kept.
+
+    Attributes:
+        name: As `kv_cache` has it.
+        k: Of K.
+        v: Of V.
+        widest: Channels of a head at most; None: any.
+        loss: What it costs published models; "" where that is too little to speak of.
+    """
+
+    name: str
+    k: Numbers
+    v: Numbers
+    widest: int | None = None
+    loss: str = ""
+
+    def check(self, head_dim: int) -> None:
+        """Raises Unsupported for heads that lose too much."""
+        if self.widest is not None and head_dim > self.widest:
+            raise Unsupported(
+                f"kv_cache={self.name!r} takes heads of at most {self.widest} channels, and these "
+                f"have {head_dim}: {self.loss}"
+            )
+
+    @property
+    def static(self) -> bool:
+        """Whether a checkpoint's scales are used."""
+        return self.k.static or self.v.static
+
+    def of_layer(self, scales: tuple[Tensor, Tensor] | None) -> "KvFormat":
+        """The same in a layer whose checkpoint has such scales, if any."""
+        if scales is None:
+            return self
+        return replace(self, k=self.k.of_layer(scales[0]), v=self.v.of_layer(scales[1]))
+
+
+def plain(dtype: torch.dtype) -> KvFormat:
+    """A cache in a model's dtype."""
+    return KvFormat(str(dtype).removeprefix("torch."), Numbers(dtype), Numbers(dtype))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.zeros`; on a CPU, memory that the system gives when it is first written.
+
+    torch writes its zeros: a GiB of cache would take up to two seconds, and a GiB, before anything
+    is kept in it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
+    first = -memory.data_ptr() % ALIGNED
+    return memory[first : first + size].view(dtype).view(shape)
