@@ -91,6 +91,12 @@ def test_what_cannot_be_calibrated_is_rounded(
     assert result.exit_code == 1
     assert "no tokenizer" in result.output
 
+    def broken(*args: object) -> None:
+        raise NotImplementedError("a model's own")
+
+    monkeypatch.setattr("anybit.checkpoint.calibrated.calibrate", broken)
+    assert "cannot be calibrated: NotImplementedError: a model's own" in run(*command)
+
     def stopped(*args: object) -> None:
         (tmp_path / "out.partial" / "block_0000.safetensors").touch()
         raise InvalidInput("block 1: its outputs hold NaN")

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.rewrite import partial_of
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.errors import InvalidInput, message, near
+from anybit.errors import AnybitError, InvalidInput, in_a_line, message, near
 from anybit.files.directory import destination
 from anybit.progress import say
 from anybit.quantizers.calibration.data import Calibration
@@ -64,10 +62,10 @@ def quantize_directory(
     try:
         quantizer = CALIBRATED[method](calibration)
         return calibrate_checkpoint(model, out, plan, quantizer, overwrite=overwrite)
-    except (InvalidInput, FileNotFoundError, torch.OutOfMemoryError) as error:
+    except Exception as error:  # a model's own code may raise anything
         if not or_rounded or partial_of(destination(out)).exists():
             raise  # there are blocks to go on from, or another run is at work
-        why = message(error)
+        why = message(error) if isinstance(error, AnybitError) else in_a_line(error)
     done = quantize_checkpoint(model, out, plan, overwrite=overwrite)  # or raises the same
     say(f"rounded to nearest, since it cannot be calibrated: {why}")
     return done
