@@ -151,6 +151,18 @@ plan:4.5 gptq/mixed
 codebook:m=1,v=4,b=8,group=64 additive/mixed
 trellis:rotate=kn additive/mixed additive-gradients/mixed
 """
+# Which six bits.
+SIX = """
+bf16 dense
+fp:e2m3 rtn
+fp6 rtn
+int6 rtn
+fp:e2m3,group=64 rtn
+int6:group=64 rtn
+fp6:group=64 rtn
+fp:e2m3 gptq/prose
+fp6 gptq/prose
+"""
 # What tuning adds.
 REFINED = """
 bf16 dense
@@ -182,6 +194,7 @@ KINDS = {
     "light": CORE,  # the first method of each, which a CPU can do
     "trellis": TRELLIS,
     "published": PUBLISHED,
+    "six": SIX,
     "refined": REFINED,
     "smoke": SMOKE,
 }

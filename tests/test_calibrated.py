@@ -1,9 +1,6 @@
 """Calibration from disk to disk: the same tensors as in memory, one block at a time."""
 
 import gc
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,35 +182,3 @@ def test_kv_scales_travel_with_the_checkpoint(tmp_path: Path) -> None:
     ids = tokens()
     with torch.no_grad():
         assert torch.isfinite(anybit.load(out)(ids).logits).all()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what glibc's heap keeps")
-def test_gaps_between_tensors_are_given_back() -> None:
-    """In a process of its own: the limit from which on glibc maps pieces moves with its history."""
-    found = subprocess.run(
-        [sys.executable, "-c", GAPS], capture_output=True, text=True, check=True, timeout=120
-    )
-    kept, little = map(int, found.stdout.split())
-    assert kept < 10 < 50 < little  # megabytes, of 64
-
-
-GAPS = """
-import torch
-from anybit.quantizers.calibration.memory import freed_at_once
-
-def given_back():
-    tensors = [torch.ones(1 << 20) for _ in range(32)]  # 4 MB each
-    before = resident()
-    del tensors[::2]
-    return before - resident()
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 >> 20
-
-large = torch.ones(7 << 20)
-del large  # 28 MB: from now on smaller pieces come from the heap
-with freed_at_once():
-    little = given_back()
-print(given_back(), little)
-"""

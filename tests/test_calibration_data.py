@@ -102,3 +102,14 @@ def test_windows_fit_the_model() -> None:
     gpt2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=24)
     assert context_of(AutoModelForCausalLM.from_config(gpt2)) == 24
     assert context_of(nn.Linear(3, 4)) is None
+
+
+def test_a_model_may_name_no_embeddings() -> None:
+    """As transformers' CLIP does not."""
+
+    class Nameless(nn.Linear):
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    assert context_of(Nameless(2, 2)) is None
+    assert Calibration(torch.tensor([[5]])).tokens(Nameless(2, 2)).tolist() == [[5]]

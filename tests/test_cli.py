@@ -20,7 +20,7 @@ import anybit
 import anybit.checkpoint.stream
 from anybit.cli.app import app
 from anybit.cli.build import schemes_of
-from anybit.cli.options import calibration_of, few_bits
+from anybit.cli.options import calibration_of, gains_by_data
 from anybit.core.format import known_formats
 from anybit.core.names import ALIASES
 from anybit.errors import InvalidInput, InvalidType, Unsupported
@@ -45,7 +45,7 @@ def run(*args: object, code: int = 0) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def fp6(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "fp6"
-    stdout, _ = run("quantize", PICO, "--format", "fp6", "-o", out)
+    stdout, _ = run("quantize", PICO, "--format", "fp6", "--method", "rtn", "-o", out)
     assert "56 layers" in stdout
     return out
 
@@ -231,10 +231,11 @@ def test_prose_to_calibrate_on_is_not_what_is_scored(tmp_path: Path) -> None:
     )
 
 
-def test_few_bits_without_data_are_told_of_it() -> None:
-    assert few_bits({"*": "int8", "lm_head": "int4", "*.q_proj": None}) == "int4"
-    assert few_bits({"*": "fp6", "lm_head": "int8@int8"}) == ""
-    assert few_bits({"*": None}) == ""
+def test_formats_that_gain_by_data() -> None:
+    assert gains_by_data({"*": "int8", "lm_head": "int4", "*.q_proj": None}) == "int4"
+    assert gains_by_data({"*": "fp6", "lm_head": "int8@int8"}) == "fp6"
+    assert gains_by_data({"*": "int8", "lm_head": "int8@int8"}) == "int8@int8"
+    assert gains_by_data({"*": "int8", "*.up_proj": "fp8", "*.q_proj": None}) == ""
 
 
 @pytest.mark.parametrize(
@@ -297,7 +298,7 @@ def test_an_output_goes_where_a_link_leads(tmp_path: Path, monkeypatch: pytest.M
     for name, target in (("a", disk / "absent"), ("b", disk / "empty"), ("loop", "loop")):
         Path(name).symlink_to(target)
     for name in "ab":
-        run("quantize", PICO, "--format", "int4", "-o", name)
+        run("quantize", PICO, "--format", "int4", "--method", "rtn", "-o", name)
         assert Path(name).is_symlink()
     assert sorted(path.parent.name for path in disk.rglob("config.json")) == ["absent", "empty"]
     assert "loop" in run("quantize", PICO, "--format", "int4", "-o", "loop", code=1)[1]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 import anybit
 from anybit.checkpoint.quantize import quantize_directory
 from anybit.cli.app import app
+from anybit.cli.options import default_calibration
+from anybit.errors import InvalidInput
 from anybit.evaluate.corpus import calibration_text
 from anybit.nn.model import quantized_layers
 from anybit.quantizers.gptq import GPTQ
@@ -52,6 +55,63 @@ def test_methods_choose_other_codes(tmp_path: Path) -> None:
     from_memory = {n: layer.packed.codes()[0].tolist() for n, layer in quantized_layers(model)}
     assert from_memory == found["gptq+gradients"]
     assert "by GPTQ with gradients" in (tmp_path / "gptq+gradients" / "README.md").read_text()
+
+
+def test_what_gains_by_data_is_calibrated_on_text_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no text is named; a data-free method takes none, and a calibrated one asks for it."""
+    monkeypatch.setattr("anybit.progress._lines", True)
+    layers = ["--format", "none", "--format", "*.layers.0.self_attn.*=int3"]
+    for name, options in (("default", []), ("gptq", ["--method", "gptq"])):
+        assert "--method rtn" in run("quantize", PICO, *layers, *options, "-o", tmp_path / name)
+    data = default_calibration({"*": "int3"}, None)
+    assert data is not None
+    model = AutoModelForCausalLM.from_pretrained(PICO)
+    anybit.quantize_(model, {"*": None, "*.layers.0.self_attn.*": "int3"}, GPTQ(data))
+    want = {n: layer.packed.codes()[0].tolist() for n, layer in quantized_layers(model)}
+    assert codes(tmp_path / "default") == codes(tmp_path / "gptq") == want
+    for plan, method in (({"*": "int8"}, None), ({"*": "int3"}, "rtn"), ({"*": "int3"}, "awq")):
+        assert default_calibration(plan, method) is None
+
+
+def test_what_cannot_be_calibrated_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless asked for by --method; what an earlier run has finished is kept."""
+    monkeypatch.setattr("anybit.progress._lines", True)
+    model, rounded, out = tmp_path / "model", tmp_path / "rounded", tmp_path / "out"
+    shutil.copytree(PICO, model, ignore=shutil.ignore_patterns("*token*"))
+    run("quantize", model, *PART, "--method", "rtn", "-o", rounded)
+    output = run("quantize", model, *PART, "-o", out)
+    assert "rounded to nearest, since it cannot be calibrated: no tokenizer at " in output
+    assert codes(out) == codes(rounded)
+    command = ["quantize", str(model), *PART, "--overwrite", "-o", str(out)]
+    result = CliRunner().invoke(app, [*command, "--method", "gptq"])
+    assert result.exit_code == 1
+    assert "no tokenizer" in result.output
+
+    def broken(*args: object) -> None:
+        raise NotImplementedError("a model's own")
+
+    monkeypatch.setattr("anybit.checkpoint.calibrated.calibrate", broken)
+    assert "cannot be calibrated: NotImplementedError: a model's own" in run(*command)
+
+    def stopped(*args: object) -> None:
+        (tmp_path / "out.partial" / "block_0000.safetensors").touch()
+        raise InvalidInput("block 1: its outputs hold NaN")
+
+    monkeypatch.setattr("anybit.checkpoint.calibrated.calibrate", stopped)
+    assert "cannot be calibrated: block 1: its outputs hold NaN" in run(*command)
+    assert codes(out) == codes(rounded)
+    assert not (tmp_path / "out.partial").exists()
+    (tmp_path / "out.partial").mkdir()
+    for name in ("block_0000.safetensors", "settings.json"):
+        (tmp_path / "out.partial" / name).touch()
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "error: block 1: its outputs hold NaN"
+    assert len(list((tmp_path / "out.partial").iterdir())) == 2
 
 
 def test_default_method() -> None:
@@ -105,7 +165,7 @@ def test_without_a_format_one_that_suits_the_machine_is_chosen(
         plans: list[dict[str, str | None]] = []
         monkeypatch.setattr(
             "anybit.checkpoint.quantize.quantize_directory",
-            lambda model, out, plan, *rest, plans=plans: plans.append(plan),
+            lambda model, out, plan, *rest, plans=plans, **more: plans.append(plan),
         )
         output = run("quantize", PICO, *text, "-o", tmp_path / "out")
         assert plans == [{"*": want}]
@@ -130,7 +190,10 @@ def test_plan_and_what_it_is_for(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").is_file()
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert set(plan.values()) == set(offered.split(";"))
-    run("quantize", PICO, "--plan", tmp_path / "plan.json", "-o", tmp_path / "out")
+    run(
+        "quantize", PICO, "--plan", tmp_path / "plan.json", "--method", "rtn",
+        "-o", tmp_path / "out",
+    )  # fmt: skip
     schemes = {layer.scheme for _, layer in quantized_layers(anybit.load(tmp_path / "out"))}
     assert schemes == set(offered.split(";"))
 

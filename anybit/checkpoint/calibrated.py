@@ -17,7 +17,7 @@ from torch import nn
 
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.foreign.ready import dense_directory
-from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint
+from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint, partial_of
 from anybit.checkpoint.stream import Quantization, Report, plan_quantization, report_of
 from anybit.errors import InvalidInput, in_a_line, probing
 from anybit.files.directory import (
@@ -87,7 +87,7 @@ def calibrate_checkpoint(
     schemes, words = apart(work.model, schemes)
     model, prefix = without_blocks(work.model, source, schemes, work.heads)
     quantize_embeddings(model, words, quantizer)
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     with held(partial):
         check_absent(out, overwrite)  # another run may have written it meanwhile
         if not (partial / SETTINGS).is_file():
@@ -99,8 +99,9 @@ def calibrate_checkpoint(
         resumed = len(list(partial.glob("block_*.safetensors")))
         try:
             calibrate(model, schemes, quantizer, calibration, show_progress, stored)
-        except BaseException:
-            if not any(partial.glob("block_*")):  # nothing to go on from
+        except BaseException as error:
+            refused = isinstance(error, InvalidInput) and not resumed  # as it would be again
+            if refused or not any(partial.glob("block_*")):  # nothing to go on from
                 shutil.rmtree(partial)
             raise
         finish(partial, source, work, model, prefix)

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from anybit.checkpoint.calibrated import calibrate_checkpoint
+from anybit.checkpoint.rewrite import partial_of
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.errors import InvalidInput, near
+from anybit.errors import AnybitError, InvalidInput, in_a_line, message, near
+from anybit.files.directory import destination
+from anybit.progress import say
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.registry import CALIBRATED, DATA_FREE, ELSEWHERE, default_method
 
@@ -17,6 +20,7 @@ def quantize_directory(
     method: str | None,
     calibration: Calibration | None,
     overwrite: bool,
+    or_rounded: bool = False,
 ) -> object:
     """Quantize the model in a directory to another one, without ever holding it in memory.
 
@@ -27,6 +31,7 @@ def quantize_directory(
         method: A name of `DATA_FREE`, or with calibration data of `CALIBRATED`; None chooses.
         calibration: The data to calibrate on.
         overwrite: Replace a checkpoint in `out`.
+        or_rounded: Round a model to nearest that cannot be calibrated, and say why.
 
     Returns:
         What was done, to be printed.
@@ -52,7 +57,15 @@ def quantize_directory(
             f"{reason}; {'with' if calibration else 'without'} calibration data there are "
             f"{', '.join(known)}"
         )
-    if calibration:
+    if not calibration:
+        return quantize_checkpoint(model, out, plan, DATA_FREE[method](), overwrite=overwrite)
+    try:
         quantizer = CALIBRATED[method](calibration)
         return calibrate_checkpoint(model, out, plan, quantizer, overwrite=overwrite)
-    return quantize_checkpoint(model, out, plan, DATA_FREE[method](), overwrite=overwrite)
+    except Exception as error:  # a model's own code may raise anything
+        if not or_rounded or partial_of(destination(out)).exists():
+            raise  # there are blocks to go on from, or another run is at work
+        why = message(error) if isinstance(error, AnybitError) else in_a_line(error)
+    done = quantize_checkpoint(model, out, plan, overwrite=overwrite)  # or raises the same
+    say(f"rounded to nearest, since it cannot be calibrated: {why}")
+    return done

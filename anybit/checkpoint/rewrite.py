@@ -133,6 +133,11 @@ def check_paths(model: str | os.PathLike[str], out: Path, overwrite: bool) -> Pa
     return source
 
 
+def partial_of(out: Path) -> Path:
+    """Where an unfinished run keeps what it has done of `out`."""
+    return out.with_name(out.name + ".partial")
+
+
 def rewrite(
     work: Rewrite,
     source: Path,
@@ -160,7 +165,7 @@ def rewrite(
         FileExistsError: `OUT.partial` holds something else.
         OSError: The disk is too small.
     """
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_of(out)
     with held(partial):
         check_absent(out, overwrite)  # another run may have written it meanwhile
         begin(partial, work.manifest, overwrite)

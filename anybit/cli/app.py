@@ -95,7 +95,7 @@ def demo(
         "anybit quantize MODEL --plan plan.json -o OUT",
         "anybit quantize MODEL --format int3 --calibrate chats.jsonl -o OUT",
         "anybit quantize MODEL --format liquid@int8 --calibrate text.jsonl -o OUT",
-        "anybit quantize MODEL --format int4 --method clip -o OUT --push-to ORG/NAME",
+        "anybit quantize MODEL --format int4 --method rtn -o OUT --push-to ORG/NAME",
     )
 )
 def quantize(
@@ -119,13 +119,14 @@ def quantize(
         typer.Option(
             help="Text to calibrate on: a file of plain text; JSON, CSV or parquet with records of "
             '"text", "messages", or "prompt" and "completion"; or what comes with Python: prose, '
-            "its documentation, or python, its modules."
+            "its documentation, or python, its modules. If absent, a little of prose for formats "
+            "of fewer than 8 bits or with quantized activations."
         ),
     ] = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Without --calibrate: rtn (the default), clip or hqq. With it: gptq (the "
+            help="Without text: rtn (rounds to nearest), clip or hqq. With text: gptq (the "
             "default), gptq+gradients (slower, loses less), additive (the default for codebooks), "
             "rotate+gptq, smooth, or smooth+gptq (the default where activations are quantized too)."
         ),
@@ -141,7 +142,7 @@ def quantize(
     """Quantize a model of any size, tensor by tensor: it never has to fit in memory.
 
     Run the same command again after an interruption: finished parts are kept. `anybit formats`
-    lists the formats.
+    lists the formats. Without --calibrate, what cannot be calibrated is rounded to nearest.
     """
     if formats and plan:
         raise typer.BadParameter("give either --format or --plan", param_hint="--format")
@@ -149,14 +150,18 @@ def quantize(
         no_effect(context, "without --calibrate", "samples", "length", "kv_scales")
     say(f"reading {model}")
     from anybit.checkpoint.quantize import quantize_directory
-    from anybit.cli.options import calibration_of, few_bits, plan_of_options
+    from anybit.cli.options import calibration_of, default_calibration, plan_of_options
 
     chosen = plan_of_options(formats, plan, calibrate is not None)
-    text = None if calibrate is None else calibration_of(calibrate, samples, length, kv_scales)
-    if text is None and (few := few_bits(chosen)):
-        say(f"{few} without data: --calibrate prose takes minutes and usually loses less")
+    if calibrate is None:
+        text = default_calibration(chosen, method)
+    else:
+        text = calibration_of(calibrate, samples, length, kv_scales)
+    rounded = calibrate is None and method is None
     with pushing(out, push_to):
-        typer.echo(quantize_directory(model, out, chosen, method, text, overwrite))
+        typer.echo(
+            quantize_directory(model, out, chosen, method, text, overwrite, or_rounded=rounded)
+        )
 
 
 @app.command(

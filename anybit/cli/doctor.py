@@ -37,9 +37,9 @@ ROTATE = (
 
 BEARS = (
     "What two small published models bear (SmolLM2 135M and Gemma 3 270M; KL divergence from the "
-    "unquantized model, nats per token, rounded to nearest): 8 bits 0.003; 6 bits 0.04 to 0.07; "
-    "4 bits 0.2 to 0.4 with a scale for at most 64 columns, 0.1 calibrated with gptq; 3 bits 1 and "
-    "more, 0.4 calibrated; 2 bits are lost. Larger models bear more."
+    "unquantized model, nats per token, rounded to nearest): 8 bits 0.003; 6 bits 0.04 to 0.07, "
+    "fp:e2m3 0.02; 4 bits 0.2 to 0.4 with a scale for at most 64 columns, 0.1 calibrated with "
+    "gptq; 3 bits 1 and more, 0.4 calibrated; 2 bits are lost. Larger models bear more."
 )
 
 

@@ -74,7 +74,7 @@ class Integer(Format):
             w = w.index_select(1, grid["order"])
         if self.bits == 1 and not self.zero:
             return (w >= 0).to(torch.uint8)
-        q = grouped(w, grid["scale"]) * (1 / grid["scale"].float()[..., None])
+        q = grouped(w, grid["scale"]) * grid["scale"].float()[..., None].reciprocal()
         middle = grid["zero"].float()[..., None] if self.zero else 2 ** (self.bits - 1)
         q = q.add_(middle).round_()
         return ungroup(q.clamp_(0, 2**self.bits - 1)).to(torch.uint8)

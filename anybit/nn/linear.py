@@ -132,9 +132,10 @@ class QuantLinear(Quantized):
         packed: Packed,
         activation: str | None,
         dtype: torch.dtype | None = None,
+        keep: Keep = "auto",
     ) -> "QuantLinear":
         """A layer in the place of a dense one, with its bias."""
-        out = cls(packed, layer.bias, activation, dtype)
+        out = cls(packed, layer.bias, activation, dtype, keep)
         out.weight_dtype = layer.weight.dtype
         out.transposed = is_conv1d(layer) or getattr(layer, "transposed", False)
         return out

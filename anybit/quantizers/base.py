@@ -229,6 +229,7 @@ def quantize_layers(
 
     Layers of one scheme that read the same input (whose statistics are one object) are quantized
     as one weight, since they share the costly part: GPTQ's factorization and loop over columns.
+    They hold decoded weights, for the pass over all data; `forget_dtypes` is to be called after it.
 
     Args:
         parent: The module that holds the layers.
@@ -246,5 +247,6 @@ def quantize_layers(
         weights = [layer.weight.detach() for layer in layers]
         parts = quantize_weights(quantizer, weights, fmt, statistics[names[0]])
         for name, layer, part in zip(names, layers, parts, strict=True):
-            quantized = QuantLinear.instead_of(layer, part, activation, layer.weight.dtype)
+            dtype = layer.weight.dtype
+            quantized = QuantLinear.instead_of(layer, part, activation, dtype, keep="decoded")
             replace(parent, name, quantized)

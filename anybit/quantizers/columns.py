@@ -53,7 +53,7 @@ def round_block(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> tuple[
     v, entries = fmt.tile[1], fmt.entries()
     errors, diagonal, codes = torch.empty_like(rows), factor.diagonal(), []
     for p in range(len(rows) // v):
-        here = {k: t if entries[k].table else t[:, p : p + 1] for k, t in grid.items()}
+        here = {k: t if entries[k].table else t[p] for k, t in grid.items()}
         code = fmt.encode(rows[p * v : p * v + v].T.contiguous(), here)
         rounded = fmt.decode(code, here).T
         if fmt.searched:
@@ -69,11 +69,15 @@ def round_block(rows: Tensor, factor: Tensor, grid: Grid, fmt: Format) -> tuple[
 
 
 def grid_at(fmt: Format, grid: Grid, columns: Tensor) -> Grid:
-    """The grid for these columns; of units, give the first. They need not begin a group."""
+    """The grid for these columns, (columns, N, 1) each; of units, give the first."""
     out = {}
     for name, entry in fmt.entries().items():
         at = columns // entry.group if entry.group else torch.zeros_like(columns)
-        out[name] = grid[name] if entry.table else grid[name][:, at]
+        if entry.table:
+            out[name] = grid[name]
+            continue
+        t = grid[name].T[at]  # a column in one piece, and not to be converted in each step
+        out[name] = (t.float() if t.is_floating_point() else t)[..., None]
     return out
 
 

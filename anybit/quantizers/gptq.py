@@ -23,6 +23,8 @@ from anybit.quantizers.clip import fit_clipped
 from anybit.quantizers.columns import propagate
 from anybit.quantizers.rows import propagate_both
 
+SOLVED = 256  # columns of a triangular matrix that is inverted at once
+
 
 @dataclass(frozen=True)
 class GPTQ(Quantizer):
@@ -184,11 +186,24 @@ def inverse_factor(h: Tensor, damping: float, what: str = "a layer's inputs") ->
                     f"damping={damping}; used {tried:g}. More calibration data helps",
                     stacklevel=2,
                 )
-            u: Tensor = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-            return u
+            return inverse(lower.flip(0, 1))
         tried = max(tried * 10, 1e-4)
     raise InvalidInput(
         f"GPTQ: the second moment ({k}, {k}) of {what} is not positive definite even with "
         f"damping={tried / 10:g} (its diagonal's mean is {mean:g}); check the calibration data "
         "and the model for NaN"
     )
+
+
+def inverse(upper: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix (K, K), by halves: half the work of a solution."""
+    k = len(upper)
+    if k <= SOLVED:
+        eye = torch.eye(k, dtype=upper.dtype, device=upper.device)
+        solved: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
+        return solved
+    first, rest = slice(k // 2), slice(k // 2, None)
+    out = torch.zeros_like(upper)
+    out[first, first], out[rest, rest] = inverse(upper[first, first]), inverse(upper[rest, rest])
+    out[first, rest] = -(out[first, first] @ (upper[first, rest] @ out[rest, rest]))
+    return out

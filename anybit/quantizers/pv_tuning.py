@@ -274,7 +274,8 @@ class TunedLayer(nn.Module):
         super().__init__()
         self.around, packed = Around.of(layer.packed.grid), layer.packed.stored()
         self.outside = layer.format
-        self.bias, self.activation, self.dtype = layer.bias, layer.activation, layer.dtype
+        self.bias, self.activation = layer.bias, layer.activation
+        self.dtype, self.keep = layer.dtype, layer.keep
         self.format, self.shape = packed.format, packed.shape
         self.codes, self.stored = packed.codes(), packed.grid
         tuned = [n for n, e in self.format.entries().items() if e.dtype == "float"]
@@ -378,7 +379,7 @@ class TunedLayer(nn.Module):
         inner = Packed.from_codes(self.format, self.shape, self.codes, grid)
         outer = {name: t for name, t in self.around._asdict().items() if t is not None}
         packed = Packed.from_tensors(self.outside, self.shape, inner.tensors() | outer)
-        return QuantLinear(packed, self.bias, self.activation, self.dtype)
+        return QuantLinear(packed, self.bias, self.activation, self.dtype, self.keep)
 
 
 def grid_at(fmt: Format, grid: Grid, rows: Tensor, columns: Tensor) -> Grid:

@@ -345,8 +345,8 @@ def test_commands_take_a_file_here_or_on_the_hub(
                 _, stderr = run(*command, code=1)
                 assert "m-Q4_K_M.gguf is quantized already (Q4_K, Q6_K); start from" in stderr
                 assert not Path("x").exists()
-        run("quantize", dense, "--format", "fp6", "-o", "here")
-        run("quantize", "org/m:BF16", "--format", "fp6", "-o", "there")
+        run("quantize", dense, "--format", "fp6", "--method", "rtn", "-o", "here")
+        run("quantize", "org/m:BF16", "--format", "fp6", "--method", "rtn", "-o", "there")
         names = {path.name.rpartition("-")[0] for path in (tmp_path / "cache/converted").iterdir()}
         assert names == {"m-Q4_K_M.gguf", "m-BF16.gguf"}
     here, there = (anybit.load(path).state_dict() for path in ("here", "there"))

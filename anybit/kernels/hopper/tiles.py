@@ -58,7 +58,14 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
         large += [Tile(64, ctas=2), Tile(96, split=2), Tile(96, rows=256, late=True)]
         large += [Tile(176, late=True), tall(decoder)]  # 176 fill waves that others leave open
         shares += [Tile(96)]
-    few = [Tile(t, ctas=2 if t < 64 else 1, split=s) for t, every in small.items() for s in every]
+    # Half of the room, where a second CTA just does not fit: the next launch's finds the other half.
+    pair = Tile(64, ctas=2)
+    half = decoder.slot == 8 and places(fitted(pair, decoder), decoder) < 2
+    few = [
+        Tile(t, ctas=2 if t < 64 or half else 1, split=s)
+        for t, every in small.items()
+        for s in every
+    ]
     every = suited([*few, *large, *(replace(t, shared=True) for t in shares)], decoder)
     return tuple(dict.fromkeys(every))
 

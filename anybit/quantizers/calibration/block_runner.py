@@ -15,7 +15,7 @@ from anybit.quantizers.calibration.observer import Observer
 from anybit.quantizers.calibration.padding import masks_of, real_tokens_alone
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 
-BATCH = {"cpu": 4096, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
+BATCH = {"cpu": 1024, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
 
 Batch = Mapping[str, Tensor]
 

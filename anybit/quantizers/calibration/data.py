@@ -213,8 +213,7 @@ def checked_ids(ids: Ids, model: nn.Module) -> Tensor:
     if not isinstance(ids, Tensor):
         ids = torch.from_numpy(ids.astype(np.int64))
     ids = ids.long()
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    size = getattr(embedding, "num_embeddings", None)
+    size = getattr(input_embeddings(model), "num_embeddings", None)
     if size and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
         bad = ids[(ids < 0) | (ids >= size)]
         raise InvalidInput(
@@ -222,6 +221,14 @@ def checked_ids(ids: Ids, model: nn.Module) -> Tensor:
             f"first is {int(bad[0])}; use the tokenizer that belongs to the model"
         )
     return ids
+
+
+def input_embeddings(model: Any) -> Any:
+    """A model's embedding of tokens; None where it names none, as CLIP does not."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def context_of(model: nn.Module) -> int | None:
@@ -236,7 +243,7 @@ def context_of(model: nn.Module) -> int | None:
 
 def learned_positions(model: nn.Module) -> Iterator[int]:
     """How many positions the tables beside the embedding of tokens hold, as in GPT-2 and OPT."""
-    tokens = getattr(model, "get_input_embeddings", lambda: None)()
+    tokens = input_embeddings(model)
     for parent in model.modules():
         tables = {n: m for n, m in parent.named_children() if isinstance(m, nn.Embedding)}
         if not any(table is tokens for table in tables.values()):

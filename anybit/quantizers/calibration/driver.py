@@ -29,12 +29,7 @@ from anybit.quantizers.base import Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.calibration.gradients import Gradients, output_gradients, refuse_gradients
-from anybit.quantizers.calibration.memory import (
-    forget_dtypes,
-    freed_at_once,
-    on_device,
-    trim_memory,
-)
+from anybit.quantizers.calibration.memory import forget_dtypes, on_device, trim_memory
 from anybit.quantizers.calibration.rehearsal import rehearse
 from anybit.quantizers.calibration.resume import FinishedBlocks, digest
 from anybit.quantizers.calibration.statistics import Statistics
@@ -112,8 +107,7 @@ def calibrate(
         with loaded, on_device(block, device):
             yield
 
-    saving = freed_at_once() if stored else nullcontext()
-    with restored_on_error(model), recordings(), saving, torch.no_grad():
+    with restored_on_error(model), recordings(), torch.no_grad():
         model.eval()
         runners = [BlockRunner(model, found.modules, data, found.encoder) for found in lists]
         for found, runner in zip(lists, runners, strict=True):

@@ -100,7 +100,8 @@ class FinishedBlocks:
             packed = Packed.from_tensors(fmt, shape, found, name)
             bias = state.pop(f"{name}.bias", None)
             layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
-            quantized = QuantLinear.instead_of(layer, packed, activation, layer.weight.dtype)
+            dtype = layer.weight.dtype  # and as `quantize_layers` makes them
+            quantized = QuantLinear.instead_of(layer, packed, activation, dtype, keep="decoded")
             replace(block, name, quantized)
         for name, tensor in state.items():
             parent, _, key = name.rpartition(".")

@@ -8,6 +8,7 @@ from torch import Tensor
 from anybit.core.rotation import Rotation, block, hadamard, turned
 
 SAMPLE = 512  # input rows that `Statistics.sample` keeps
+BAND = 256  # rows of a symmetric product at a time, on a CPU
 
 
 def products(x: Tensor) -> Tensor:
@@ -16,7 +17,14 @@ def products(x: Tensor) -> Tensor:
         # Of 16-bit numbers tensor cores find exact products, and add them up in fp32.
         return torch.mm(x.T, x, out_dtype=torch.float32)
     wide = x.float()
-    return wide.T @ wide
+    if x.is_cuda:
+        return wide.T @ wide
+    out = wide.new_empty(x.shape[1], x.shape[1])
+    for start in range(0, len(out), BAND):  # the lower triangle is the upper one
+        rows = slice(start, start + BAND)
+        out[rows, start:] = wide[:, rows].T @ wide[:, start:]
+        out[rows, :start] = out[:start, rows].T
+    return out
 
 
 def turned_outputs(gradients: Tensor, vector: Tensor) -> Tensor:
