@@ -58,7 +58,7 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
         large += [Tile(64, ctas=2), Tile(96, split=2), Tile(96, rows=256, late=True)]
         large += [Tile(176, late=True), tall(decoder)]  # 176 fill waves that others leave open
         shares += [Tile(96)]
-    # Half of the room, where a second CTA just does not fit: the next launch's finds the other half.
+    # Half of the room, where a second CTA just does not fit: the next launch's finds the rest.
     pair = Tile(64, ctas=2)
     half = decoder.slot == 8 and places(fitted(pair, decoder), decoder) < 2
     few = [
