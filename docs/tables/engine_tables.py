@@ -121,7 +121,7 @@ def kv_cache_gpu() -> str:
     for (count, context), rows in found.items():
         few = [f"{float(r['us']):.0f} ({float(r['vs_bf16']):.2f})" for r in rows.values()][1:]
         out.append([f"{count} x {context:,}", f"{float(rows['model']['us']):.0f}", *few])
-    return markdown(["sequences x tokens", "bf16", "int8", "int4"], out)
+    return markdown(["sequences x tokens", "bf16", *map(cache, list(rows)[1:])], out)
 
 
 def cpu_model() -> str:

@@ -182,7 +182,8 @@ def test_write_equals_its_parts(
         (*weights, 1e-5) if norm else None,
     )  # fmt: skip
     if norm or DEVICE.type == "cuda":  # sums in another order, or fused multiply-adds
-        close(got, q, dtype)
+        # A rotation's sums are as large as the whole head, and what is left of them may be small.
+        close(got, q, dtype, 1e-4 if kind == "int4" else 1e-5)
         for mine, other in zip(ours.planes[2:4], theirs.planes[2:4], strict=True):
             if kind == "model":
                 close(mine, other, dtype)
@@ -202,8 +203,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, ...], positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def close(a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
+def close(a: Tensor, b: Tensor, dtype: torch.dtype, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=atol)
 
 
 def test_padding_is_not_stored_and_attends_to_nothing() -> None:
