@@ -93,7 +93,7 @@ class Liquid(Format):
             errors.append(self._numbers(codes, *tried[-1]).sub_(x).square_().sum(-1))
         best = torch.stack(errors).argmin(0).expand(1, 2, *step.shape)
         step, offset = torch.stack(tried).gather(0, best)[0]
-        return {"scale": scale, "step": step, "offset": offset}
+        return {"scale": scale, "step": step.clone(), "offset": offset.clone()}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         x = grouped(self._in_int8(w, grid["scale"]), grid["step"])

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from anybit.kernels.kv import Planes
 from anybit.kernels.triton import attention
 from anybit.kernels.triton.attention import PROMPT, TILES, Tile
 from tests.needs import EVERY_KERNEL
@@ -21,7 +22,8 @@ Case = tuple[str, int, Tile]  # kind of cache, dimension of heads, tile
 
 
 def head_bytes(kind: str, dim: int, size: int = 2) -> int:
-    return {"model": size * dim, "int4": dim // 2}.get(kind, dim)
+    groups = max(1, dim // 128) if kind == "int4" else 1  # of 64 channels, in half a head
+    return {"model": size * dim, "int4": dim // 2}.get(kind, dim) + 8 * groups
 
 
 def tile_of(kind: str, dim: int, rows: int, room: int, size: int = 2) -> Tile:
@@ -50,12 +52,15 @@ def test_tiles_follow_what_the_gpu_has(kind: str, room: int) -> None:
 
 
 def test_what_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(k: torch.Tensor) -> str | None:
+        return attention.refuse(Planes("model", "model", k, k))
+
     wide = torch.empty(1, 1, 16, 512)
-    assert attention.refuse(wide) is None
+    assert refuse(wide) is None
     monkeypatch.setattr(attention, "shared_memory", lambda device: 99 * KB)
-    assert "takes 101632 bytes of shared memory, and it has 101376" in str(attention.refuse(wide))
-    assert attention.refuse(wide.half()) is None
-    assert "not a power of two" in str(attention.refuse(wide[..., :80]))
+    assert "takes 101632 bytes of shared memory, and it has 101376" in str(refuse(wide))
+    assert refuse(wide.half()) is None
+    assert "not a power of two" in str(refuse(wide[..., :80]))
 
 
 PROGRAM = """
@@ -92,8 +97,8 @@ for kind, dim, (tokens, warps, stages, rows), cache in json.loads(sys.argv[2]):
         maxima=None, sinks=None,
     )
     constants = dict(
-        KV_HEADS=8, GROUP=4, D=dim, BLOCK=16, WINDOW=0, KIND=kind, SPLITS=1, TOKENS=tokens,
-        PDL=False,
+        KV_HEADS=8, GROUP=4, D=dim, BLOCK=16, WINDOW=0, K_KIND=kind, V_KIND=kind, SPLITS=1,
+        GROUPS=max(1, dim // 128) if kind == "int4" else 1, TOKENS=tokens, PDL=False,
     )
     function = attention_int8._attend_int8 if single else attention._attend
     if not single:
@@ -101,7 +106,7 @@ for kind, dim, (tokens, warps, stages, rows), cache in json.loads(sys.argv[2]):
         constants |= {"ROWS": rows, "SEQUENCES": 0 if rows < 128 else 64}
     print(kind, dim, rows, shared(function, kinds, constants, warps, stages))
 if sys.argv[3] == "activations":
-    tokens = dict.fromkeys(["x", "other", "weight", "residual"], "*bf16")
+    tokens = dict.fromkeys(["x", "other", "weight", "residual", "hadamard"], "*bf16")
     kinds = tokens | dict(
         vector="*fp32", out="*i8", scales="*fp32", sums="*i32", K="i32", X_STRIDE="i32",
         OTHER_STRIDE="i32", EPS="fp32",
