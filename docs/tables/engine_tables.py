@@ -117,11 +117,11 @@ def kv_cache_gpu() -> str:
     found: dict[tuple[int, int], dict[str, Row]] = defaultdict(dict)
     for row in read("h200_kv_cache"):
         found[int(row["sequences"]), int(row["context"])][row["kv"]] = row
-    out = []
+    out, kinds = [], dict.fromkeys(kind for rows in found.values() for kind in rows)
     for (count, context), rows in found.items():
         few = [f"{float(r['us']):.0f} ({float(r['vs_bf16']):.2f})" for r in rows.values()][1:]
         out.append([f"{count} x {context:,}", f"{float(rows['model']['us']):.0f}", *few])
-    return markdown(["sequences x tokens", "bf16", *map(cache, list(rows)[1:])], out)
+    return markdown(["sequences x tokens", "bf16", *map(cache, list(kinds)[1:])], out)
 
 
 def cpu_model() -> str:
