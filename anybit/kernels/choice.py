@@ -102,9 +102,16 @@ class Costs(NamedTuple):
 
 
 @cache
+def fitted_costs() -> dict[str, dict[str, float]]:
+    """The file: costs by a kind, or by the first word of several."""
+    data: dict[str, dict[str, float]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return data
+
+
+@cache
 def costs_of(kind: str) -> Costs:
     """The costs of a kind: its own, and those of all whose first word is the same."""
-    data = json.loads(FILE.read_text(encoding="utf-8"))
+    data = fitted_costs()
     return Costs(**data[kind.partition(" ")[0]] | data[kind])
 
 

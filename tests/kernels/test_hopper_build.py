@@ -263,6 +263,9 @@ def test_launches_overlap_where_that_was_faster() -> None:
     many = choose_experts(liquid, 512, 14336, 4096, 8)
     assert isinstance(many, Tile)
     assert not tiles.overlaps(many, liquid, 512, 14336, experts=8)
+    few = tiles.fitted(Tile(8, ctas=2), liquid, grouped=True)
+    assert not tiles.overlaps(few, liquid, 8, 1536, experts=128)
+    assert tiles.overlaps(Tile(8, ctas=2, split=2), liquid, 2, 4096, experts=8)
     # 96 CTAs of 64 tokens, where two share a multiprocessor.
     pair = tiles.fitted(Tile(64, ctas=2, split=3), sparse)
     assert not tiles.overlaps(pair, sparse, 64, 4096)

@@ -44,6 +44,11 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
     return blobs
 
 
+def packed_bytes(n: int, k: int, decoder: Decoder) -> int:
+    """Of the blobs that hold a weight (n, k): what a kernel reads of it."""
+    return -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
+
+
 def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
     """(rows, K) -> (row tiles, K tiles, bytes of codes)."""
     f = fragment(codes, decoder.held)

@@ -28,7 +28,7 @@ class Chip:
     read: float
 
 
-H200 = Chip(132, 2483)  # the constants of the cost model were measured there
+H200 = Chip(132, 2483)  # what the costs of the choice were timed on, at the clock that it names
 
 
 @cache

@@ -11,16 +11,16 @@ from functools import cache, lru_cache
 
 from anybit.kernels.backend import COUNTS
 from anybit.kernels.choice import Work, cycles
-from anybit.kernels.cute.decode import K_TILE, Decoder
-from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.pack import k_tiles, packed_bytes
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
 from anybit.kernels.hopper.tiles import (
     fitted,
     gpu_for,
     has_mma,
+    of_step,
     places,
-    scaled,
     staged,
     suited,
 )
@@ -69,15 +69,13 @@ def grouped_work(
     room = chip.multiprocessors * places(tile, d, grouped=True)
     waves = waves_of(count / room)
     shared = math.ceil(min(count, room) / chip.multiprocessors)
-    weight = -(-n // ROWS) * k_tiles(k) * d.blob_bytes
+    weight = packed_bytes(n, k, d)
     steps = waves * k_tiles(k)
     return Work(
         kind=f"experts {d.slot}",
         steps=steps,
         beside=shared,
-        multiply=tile.rows * tile.tokens * K_TILE * d.slot / 32768,
-        decode=4 * d.instructions * tile.rows / ROWS,
-        scale=scaled(tile, d),
+        **of_step(tile, d),
         copied=steps * shared * staged(tile, d),
         read=first * weight + m * (k * d.slot / 8 + 2 * n),
         again=(every - first) * weight,
@@ -108,19 +106,8 @@ def few_work(
     """
     count = token_tiles(tile.tokens, m, experts) * -(-n // tile.rows)
     waves = waves_of(count / (chip.multiprocessors * tile.ctas))
-    weights = touched(m, experts) * -(-n // ROWS) * k_tiles(k) * d.blob_bytes
-    return Work(
-        kind=f"few {d.slot}",
-        steps=waves * -(-k_tiles(k) // tile.warps),
-        beside=tile.ctas * tile.warps,
-        multiply=tile.slices * tile.tokens * d.slot,
-        decode=tile.slices * d.instructions,
-        copied=waves * tile.ctas * k_tiles(k) * mma.stage_bytes(tile, d),
-        read=weights + m * (k * d.slot / 8 + 2 * n),
-        uneven=1,
-        ends=waves * tile.ctas * tile.slices * 16 * tile.tokens,
-        turns=waves * tile.ctas * tile.warps,
-    )
+    read = touched(m, experts) * packed_bytes(n, k, d) + m * (k * d.slot / 8 + 2 * n)
+    return mma.split_work(f"few {d.slot}", tile, d, k, waves, tile.ctas, read)
 
 
 def touched(m: int, experts: int) -> float:

@@ -241,8 +241,7 @@ def chosen(
         choice = Choice(parts=(Part(tile, 0, n),))
     elif experts:
         found = choose_experts(d, m, n, k, experts, chip)
-        own = (Part(found, 0, n),) if isinstance(found, Tile) else ()
-        choice = Choice(None if isinstance(found, Tile) else found, parts=own)
+        choice = Choice(parts=(Part(found, 0, n),)) if isinstance(found, Tile) else Choice(found)
     else:
         choice = choices.choose(d, m, n, k, chip)
     if choice.few:

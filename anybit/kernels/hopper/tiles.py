@@ -8,7 +8,7 @@ from math import gcd
 from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.operands import SPANS
-from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.pack import ROWS, k_tiles, packed_bytes
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
 from anybit.kernels.mma.tiles import Gpu
@@ -251,19 +251,20 @@ def work(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200
     """What a launch of a fitted tile does."""
     ctas, room = grid(tile, m, n, chip=chip), places(tile, decoder)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
-    turns = -(-ctas // (room * chip.multiprocessors))
-    steps = most_steps(tile, m, n, k, chip) * turns
+    if tile.shared:
+        most, meets = shares(tiles, each, ctas)
+    else:
+        most, meets = -(-tiles * tile.split // ctas) * (each // tile.split), 0
+    steps = most * -(-ctas // (room * chip.multiprocessors))
     beside = room if ctas <= chip.multiprocessors else min(room, -(-ctas // chip.multiprocessors))
-    outputs, meets = tile.rows * tile.tokens, parts_met(tile, m, n, k, chip)
+    outputs = tile.rows * tile.tokens
     written = outputs * beside * max(0, steps / (each / tile.split) - 1)
-    weights = -(-n // ROWS) * each * decoder.blob_bytes
+    weights = packed_bytes(n, k, decoder)
     return Work(
         kind=f"wgmma {decoder.slot}{' slow' * slow(decoder)}",
         steps=steps,
         beside=beside,
-        multiply=outputs * K_TILE * decoder.slot / 32768,
-        decode=4 * decoder.instructions * tile.rows / ROWS,
-        scale=scaled(tile, decoder),
+        **of_step(tile, decoder),
         copied=steps * beside * staged(tile, decoder),
         read=weights + m * k * decoder.slot / 8 + 2 * m * n,
         again=weights * (-(-m // tile.tokens) - 1) * (meets > 0),
@@ -277,24 +278,29 @@ def work(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200
     )
 
 
-def parts_met(tile: Tile, m: int, n: int, k: int, chip: Chip) -> float:
-    """Parts of tiles with equal shares that a CTA adds to others', and what many at a time cost."""
-    ctas = grid(tile, m, n, chip=chip)
-    common = -(-n // tile.rows) * -(-m // tile.tokens) % ctas
-    if not tile.shared or not common:
-        return 0
-    share = sharers(common, k_tiles(k), ctas)
-    return (2 if share % common else 1) + max(0, share / common - 3) / 2
+def shares(tiles: int, each: int, ctas: int) -> tuple[int, float]:
+    """Where CTAs share tiles of `each` K tiles: the K tiles of the one that has most, and `meets`.
 
-
-def most_steps(tile: Tile, m: int, n: int, k: int, chip: Chip) -> int:
-    """K tiles of the CTA that has most."""
-    ctas = grid(tile, m, n, chip=chip)
-    tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
-    if not tile.shared:
-        return -(-tiles * tile.split // ctas) * (each // tile.split)
+    The latter are the parts of tiles that a CTA adds to others', and what many at a time cost.
+    """
     common = tiles % ctas
-    return tiles // ctas * each + -(-common * each // max(1, sharers(common, each, ctas)))
+    if not common:
+        return tiles // ctas * each, 0
+    share = sharers(common, each, ctas)
+    meets = (2 if share % common else 1) + max(0, share / common - 3) / 2
+    return tiles // ctas * each + -(-common * each // share), meets
+
+
+def of_step(tile: Tile, decoder: Decoder) -> dict[str, float]:
+    """What a CTA does for a K tile, in `Work`'s terms.
+
+    In a cycle WGMMAs multiply 2,048 pairs of 16-bit numbers, or 4,096 of bytes.
+    """
+    return {
+        "multiply": tile.rows * tile.tokens * K_TILE * decoder.slot / 32768,
+        "decode": 4 * decoder.instructions * tile.rows / ROWS,
+        "scale": scaled(tile, decoder),
+    }
 
 
 def scaled(tile: Tile, decoder: Decoder) -> int:
@@ -308,7 +314,7 @@ def scaled(tile: Tile, decoder: Decoder) -> int:
 
 
 def may_copy(decoder: Decoder) -> bool:
-    """Whether a weight may be decoded once for the product of many tokens; see `copies`.
+    """Whether a weight may be decoded once for the product of many tokens; see `choices`.
 
     Only slow decoders: from 1,024 tokens on the main loop was 1.1 times as fast as the library
     with others. Bytes only where they need no scales of groups.

@@ -15,7 +15,7 @@ from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.operands import SPANS
-from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.pack import k_tiles, packed_bytes
 from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
@@ -303,7 +303,7 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
             tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
             most = BUSY_WARPS if binds and (slices, warps) == (1, 8) else NARROW_WARPS
             found = fitted(tile, decoder, gpu, least, 5) if ctas * warps <= most else None
-            if found and resident(found, gpu, n):
+            if found and resident(found, gpu, m, n):
                 at_once.append(found)
         if at_once:
             return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
@@ -331,33 +331,54 @@ def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
         tile = narrow(decoder, gpu, m, n)
         return [] if tile is None else [tile]
     every = family_small(decoder, gpu) if m <= SMALL else ()
-    places = {tile: tile.ctas * gpu.multiprocessors for tile in every}
-    return [t for t in every if t.warps < 8 or tiles_of(t, m, n) <= places[t]]
+    return [tile for tile in every if tile.warps < 8 or resident(tile, gpu, m, n)]
 
 
 def work(tile: Tile, decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Work:
     """What a launch of a narrow tile does."""
-    count, warps = tiles_of(tile, m, n), tile.warps
-    turns = -(-count // (tile.ctas * gpu.multiprocessors))
-    ctas = turns * -(-min(count, tile.ctas * gpu.multiprocessors) // gpu.multiprocessors)
-    weights = -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
-    return Work(
-        kind=f"mma {'slow' if decoder.cost > 2 else decoder.slot}",
-        steps=turns * -(-k_tiles(k) // warps),
-        beside=ctas // turns * warps,
-        multiply=tile.slices * tile.tokens * decoder.slot,
-        decode=tile.slices * decoder.instructions,
-        copied=ctas * k_tiles(k) * stage_bytes(tile, decoder),
-        read=weights + m * k * decoder.slot / 8 + 2 * m * n,
-        uneven=max(1, ctas * gpu.multiprocessors / count),
-        ends=ctas * tile.slices * 16 * tile.tokens,
-        turns=ctas * warps,
+    count, places = tiles_of(tile, m, n), tile.ctas * gpu.multiprocessors
+    turns, ctas = -(-count // places), -(-min(count, places) // gpu.multiprocessors)
+    return split_work(
+        f"mma {'slow' if decoder.cost > 2 else decoder.slot}",
+        tile,
+        decoder,
+        k,
+        turns,
+        ctas,
+        read=packed_bytes(n, k, decoder) + m * k * decoder.slot / 8 + 2 * m * n,
+        uneven=max(1, turns * ctas * gpu.multiprocessors / count),
     )
 
 
-def resident(tile: Tile, gpu: Gpu, n: int) -> bool:
+def split_work(
+    kind: str,
+    tile: Tile,
+    decoder: Decoder,
+    k: int,
+    turns: float,
+    ctas: int,
+    read: float,
+    uneven: float = 1,
+) -> Work:
+    """What a launch does whose warps split K: a multiprocessor has `ctas` at once, in `turns`."""
+    every = turns * ctas
+    return Work(
+        kind=kind,
+        steps=turns * -(-k_tiles(k) // tile.warps),
+        beside=ctas * tile.warps,
+        multiply=tile.slices * tile.tokens * decoder.slot,
+        decode=tile.slices * decoder.instructions,
+        copied=every * k_tiles(k) * stage_bytes(tile, decoder),
+        read=read,
+        uneven=uneven,
+        ends=every * tile.slices * 16 * tile.tokens,
+        turns=every * tile.warps,
+    )
+
+
+def resident(tile: Tile, gpu: Gpu, m: int, n: int) -> bool:
     """Whether all CTAs of a narrow tile run at once."""
-    return -(-n // tile.rows) <= tile.ctas * gpu.multiprocessors
+    return tiles_of(tile, m, n) <= tile.ctas * gpu.multiprocessors
 
 
 def wide(decoder: Decoder, gpu: Gpu, m: float, kind: str) -> Tile | None:
