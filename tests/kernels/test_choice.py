@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
 from anybit.formats.presets import HOPPER
 from anybit.kernels.choice import Costs, Work, costs_of, cycles, norm
-from anybit.kernels.cute.cells import cells_of
+from anybit.kernels.cute.cells import Cells, cells_of
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import choices, expert_tiles, tiles
+from anybit.kernels.hopper import choices, codebook_tiles, expert_tiles, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.mma import tiles as mma
@@ -38,12 +39,12 @@ def told(tile: Tile | mma.Tile) -> str:
     return " ".join(f"{k}={v}" for k, v in fields.items() if usual.get(k) != v)
 
 
-def cells() -> Iterator[tuple[str, tuple[int, int, int, int], dict[str, float]]]:
-    """(scheme, (tokens, N, K, experts), microseconds by tile) of what was timed."""
+def timed(*kernels: str) -> Iterator[tuple[str, tuple[int, int, int, int], dict[str, float]]]:
+    """(scheme, (tokens, N, K, experts), microseconds by tile) of these kernels, on an H200."""
     found: dict[tuple[str, tuple[int, int, int, int]], dict[str, float]] = defaultdict(dict)
     with ROWS.open() as file:
         for row in csv.DictReader(file):
-            if row["kernel"] in ("wgmma", "mma"):
+            if row["kernel"] in kernels:
                 m, n, k, experts = (int(row[c]) for c in ("M", "N", "K", "experts"))
                 found[row["format"], (m, n, k, experts)][row["tile"]] = float(row["us"])
     for (scheme, problem), times in found.items():
@@ -51,9 +52,9 @@ def cells() -> Iterator[tuple[str, tuple[int, int, int, int], dict[str, float]]]
 
 
 def test_the_choice_is_near_the_fastest() -> None:
-    """Over all that was timed on an H200; two launches, and copies, are no single rows."""
+    """Over all that was timed; two launches, and copies, are no single rows."""
     above = defaultdict(list)
-    for scheme, (m, n, k, experts), times in cells():
+    for scheme, (m, n, k, experts), times in timed("wgmma", "mma"):
         d = decoder_named(scheme)
         if experts:
             tile = expert_tiles.choose_experts(d, m, n, k, experts)
@@ -72,6 +73,21 @@ def test_the_choice_is_near_the_fastest() -> None:
     assert math.exp(sum(map(math.log, every)) / len(every)) < 1.025
     assert sum(x > 1.15 for x in every) < 0.04 * len(every)
     assert max(every) < 1.45
+
+
+def test_the_plan_of_a_codebook_is_near_the_fastest() -> None:
+    """Of all plans for up to 16 tokens that were timed."""
+    above = []
+    for scheme, (m, n, k, _), times in timed("codebook"):
+        cells = cells_of(get_format(scheme))
+        assert isinstance(cells, Cells)
+        plan = codebook_tiles.choose(cells, m, n, k, "float16")
+        assert plan is not None
+        name = f"name={plan.kernel.name} cluster={plan.cluster} splits={plan.splits}"
+        above.append(times[name] / min(times.values()))
+    assert len(above) > 100
+    assert math.exp(sum(map(math.log, above)) / len(above)) < 1.03
+    assert max(above) < 1.5
 
 
 @pytest.mark.parametrize("scheme", [*HOPPER, "trellis", "trellis:bits=4@int8"])
