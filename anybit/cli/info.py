@@ -143,7 +143,8 @@ def info(
     total = sum(tensor.nbytes for tensor in stored.values())
     words = embedding_layers(bare)
     coded = [name for name in words if quantization and f"{name}.weight" not in stored]
-    counted = {name: {**shapes, **words}[name] for name in (*default, *coded)}
+    known = shapes | words
+    counted = {name: known[name] for name in (*default, *coded)}
     now = stored_bits(stored, counted) or 8 * total / parameters
     found: dict[str, tuple[float, float]] = {"as it is": (now, total)}
     refused: dict[str, str] = {}

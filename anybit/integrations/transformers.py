@@ -340,10 +340,10 @@ def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, Quantized]:
     """
     schemes, out = linear_schemes(model, formats), dict[str, Quantized]()
     heads, fused = sharing_heads(model, schemes), dict(fused_experts(model))
-    linear, words = dense_layers(model), embedding_layers(model)
+    shapes = dense_layers(model) | embedding_layers(model)
     split(model, schemes)
     for name, scheme in schemes.items():
-        old, shape = model.get_submodule(name), {**linear, **words}[name]
+        old, shape = model.get_submodule(name), shapes[name]
         fmt, activation = parse_scheme(scheme)
         out[name] = in_place_of(old, Packed.meta(fmt, (shape[0], shape[1])), activation)
         if name not in heads and name.rsplit(".", 2)[0] not in fused:

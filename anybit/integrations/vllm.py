@@ -329,10 +329,10 @@ class AnybitConfig(QuantizationConfig):
         """Unsupported when vLLM builds a layer behind embeddings that it has not asked about."""
         from vllm.distributed import get_pp_group
 
-        for theirs, own in self.names.items():
-            behind = prefix.startswith(f"{theirs.rpartition('.')[0]}.")
-            left = own in self.words and own not in self.claimed
-            if left and behind and get_pp_group().is_first_rank:
+        left = self.words.keys() - self.claimed
+        for theirs, own in self.names.items() if left else ():
+            behind = own in left and prefix.startswith(f"{theirs.rpartition('.')[0]}.")
+            if behind and get_pp_group().is_first_rank:
                 raise Unsupported(
                     f"{theirs}: vLLM's model takes no quantized embeddings; leave them out of the "
                     "formats, or run the model in anybit.LLM"
