@@ -270,6 +270,9 @@ def test_launches_overlap_where_that_was_faster() -> None:
     pair = tiles.fitted(Tile(64, ctas=2, split=3), sparse)
     assert not tiles.overlaps(pair, sparse, 64, 4096)
     assert tiles.overlaps(tiles.fitted(Tile(64, ctas=2), sparse), sparse, 64, 4096)
+    assert overlaps(liquid, 64, 4096, 14336)
+    assert overlaps(int8, 64, 4096, 14336)
+    assert overlaps(sparse, 64, 4096)  # 64 CTAs leave more than half of the multiprocessors
 
 
 def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
