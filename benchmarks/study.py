@@ -1,7 +1,7 @@
 """The accuracy study: formats by quantizers on one model, against the same model in bf16.
 
-Perplexity, KL and agreement on all held-out modules of the standard library or on a file of texts,
-and how often greedy completions of the modules' functions parse. Calibrated on other modules
+Perplexity, KL and agreement on all held-out modules of the standard library or on a folder of
+prose, and how often greedy completions of the modules' functions parse. Calibrated on other modules
 ("code"), on the prose of the language reference ("prose"), on both in turns ("mixed"), or on text
 that the model was trained on ("train"). Weights are
 decoded and multiplied in fp32, 8-bit activations are real int8 codes: the figures hold for every
@@ -9,8 +9,8 @@ kernel that computes what the reference defines.
 
     python benchmarks/study.py build/study-105m --jobs 2 --seconds 280 --out h200_accuracy.csv
     python benchmarks/study.py models/pico --jobs 2 --tokens 20000 --cases core --out pico.csv
-    python benchmarks/study.py SmolLM2-135M-Instruct --cases published --text book.json \
-        --tokens 60000 --out h200_published.csv
+    python benchmarks/study.py SmolLM2-135M-Instruct --cases published --text book/src \
+        --tokens 60000 --steps 150 --out h200_published.csv
 
 The model's folder may hold `tuning.pt`, token ids (windows, length) of its training text, on which
 PV-tuning works, too. The cases are measured in order of importance, and rows written as they
@@ -21,10 +21,10 @@ import argparse
 import copy
 import dataclasses
 import datetime
-import json
 import multiprocessing
 import platform
 import queue
+import re
 import sys
 import time
 import traceback
@@ -112,8 +112,7 @@ class Work:
         self.dense = Remembered(model.to(device).eval(), 12 << 30)
         self.plans: dict[str, dict[str, str | None]] = {}
         self.window = min(WINDOW, self.dense.model.config.max_position_embeddings)
-        texts = [entry["text"] for entry in json.loads(text.read_text("utf-8"))] if text else None
-        scored = texts or [module for _, module in held_out_text()]
+        scored = prose(text) if text else [module for _, module in held_out_text()]
         encoded = [self.tokenizer(t, verbose=False).input_ids for t in scored]
         documents = [torch.tensor([self.tokenizer.bos_token_id, *ids]) for ids in encoded]
         self.documents = [ids.to(device) for ids in excerpts(documents, tokens)]
@@ -268,6 +267,20 @@ class Work:
         )
 
 
+def prose(folder: Path) -> list[str]:
+    """Paragraphs of Markdown files of over 80 characters, without code; a text for each chapter.
+
+    Files are of one chapter if their names are equal up to the first hyphen (ch01-02-more.md).
+    """
+    chapters: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*-*.md")):
+        text = re.sub(r"```.*?```|<!--.*?-->", "", path.read_text("utf-8"), flags=re.S)
+        paragraphs = [" ".join(p.split()) for p in text.split("\n\n")]
+        kept = [p for p in paragraphs if len(p) > 80 and p[0] not in "<[{#"]
+        chapters.setdefault(path.name.split("-")[0], []).extend(kept)
+    return ["\n\n".join(paragraphs) for paragraphs in chapters.values()]
+
+
 class Int8Input(nn.Linear):
     """A linear layer that quantizes its input to int8 per token, as the reference does."""
 
@@ -344,7 +357,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
     parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument("--text", type=Path, help='to score: JSON, [{"text": ...}] (the modules)')
+    parser.add_argument("--text", type=Path, help="to score: a folder of Markdown (the modules)")
     parser.add_argument("--cases", choices=KINDS, default="all")
     parser.add_argument(
         "--part", default="1/1", help="1/2: every second case, from the first (1/1)"

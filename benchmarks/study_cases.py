@@ -123,33 +123,47 @@ trellis gptq
 trellis:bits=3 gptq
 trellis:rotate=kn gptq,gptq+tune
 """
-# For models of hubs, whose widths groups of 64 divide.
+# For models of hubs, whose widths groups of 64 divide. +pv: `anybit refine`; +tune: with the codes
+# as they are.
 PUBLISHED = """
 bf16 dense
-trellis:rotate=kn gptq/mixed gptq-gradients/mixed,gptq-gradients+tune/mixed
 codebook:m=2,v=8,b=8,group=64 additive/mixed,additive+pv/mixed
-int4:group=64,zero rtn gptq/mixed gptq/prose gptq/code clip hqq gptq-gradients/mixed
+trellis:rotate=kn gptq/mixed gptq-gradients/mixed,gptq-gradients+tune/mixed
+int4:group=64,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
+fp:e2m3 gptq-gradients/mixed,gptq-gradients+pv/mixed
+trellis:bits=4,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
+trellis:bits=3,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
+int3:group=64,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
+int2:group=32,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
+fp6 gptq-gradients/mixed,gptq-gradients+pv/mixed
+int6 gptq-gradients/mixed,gptq-gradients+pv/mixed
+nvfp4 gptq-gradients/mixed,gptq-gradients+pv/mixed
+codebook:m=1,v=4,b=8,group=64 additive/mixed
+liquid@int8 rtn smooth+gptq/mixed
+int8 rtn gptq/mixed
+int8:group=64 rtn
+int8@int8 rtn smooth+gptq/mixed
+fp:e2m3 rtn gptq/mixed
 fp6 rtn gptq/mixed clip
 int6 rtn gptq/mixed clip
-trellis:bits=3,rotate=kn gptq/mixed gptq-gradients/mixed,gptq-gradients+tune/mixed
-trellis:bits=4,rotate=kn gptq/mixed gptq-gradients/mixed
-int3:group=64,zero rtn gptq/mixed gptq-gradients/mixed hqq
-int2:group=32,zero rtn gptq/mixed gptq-gradients/mixed,gptq-gradients+pv/mixed hqq
-int8 rtn
-int8@int8 rtn smooth+gptq/mixed
-liquid@int8 rtn smooth+gptq/mixed
+int4:group=64,zero rtn gptq/mixed gptq/prose gptq/code clip hqq
+plan:4.5 gptq/mixed
+plan:3.5 gptq/mixed
+trellis:bits=3,rotate=kn gptq/mixed
+trellis:bits=4,rotate=kn gptq/mixed
+int3:group=64,zero rtn gptq/mixed hqq
+int2:group=32,zero rtn gptq/mixed hqq
+liquid rtn gptq/mixed
 nvfp4 rtn gptq/mixed clip
 mxfp4 rtn gptq/mixed clip
-int4:group=64 rtn gptq/mixed clip
 int4:group=32 rtn gptq/mixed clip
+int4:group=64 rtn gptq/mixed clip
 int4 rtn gptq/mixed
 fp5 rtn gptq/mixed clip
 fp4 rtn gptq/mixed
 int5:group=64 rtn gptq/mixed
 fp6:group=64 rtn gptq/mixed
-plan:4.5 gptq/mixed
-codebook:m=1,v=4,b=8,group=64 additive/mixed
-trellis:rotate=kn additive/mixed additive-gradients/mixed
+fp:e2m3,group=64 gptq-gradients/mixed,gptq-gradients+tune/mixed
 """
 # Which six bits.
 SIX = """
@@ -162,23 +176,6 @@ int6:group=64 rtn
 fp6:group=64 rtn
 fp:e2m3 gptq/prose
 fp6 gptq/prose
-"""
-# What tuning adds.
-REFINED = """
-bf16 dense
-fp6 gptq-gradients/mixed,gptq-gradients+pv/mixed
-int4:group=64,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
-int3:group=64,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
-int2:group=32,zero gptq-gradients/mixed,gptq-gradients+pv/mixed
-int8 rtn gptq/mixed
-int6 gptq-gradients/mixed,gptq-gradients+pv/mixed
-trellis:bits=4,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
-nvfp4 gptq-gradients/mixed,gptq-gradients+pv/mixed
-int8:group=64 rtn
-fp6 gptq/mixed
-trellis:bits=3,rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
-trellis:rotate=kn gptq-gradients/mixed,gptq-gradients+tune/mixed
-fp6:group=64 gptq-gradients/mixed,gptq-gradients+tune/mixed
 """
 SMOKE = f"""
 bf16 dense
@@ -195,7 +192,6 @@ KINDS = {
     "trellis": TRELLIS,
     "published": PUBLISHED,
     "six": SIX,
-    "refined": REFINED,
     "smoke": SMOKE,
 }
 

@@ -13,7 +13,6 @@ Keep = Callable[[Row], bool]
 def tables() -> dict[str, str]:
     return {
         "published": by_bits("h200_published", "SmolLM2-135M-Instruct", published),
-        "refined": by_bits("h200_refined", "SmolLM2-135M-Instruct", refined),
         "study_105m": by_bits("h200_accuracy", "study-105m"),
         "large_columns": by_bits("cpu_accuracy", "pico-large-columns", rounded),
         "rotation_outliers": by_bits("cpu_rotation", "pico-outliers", rotation),
@@ -35,29 +34,8 @@ def rotation(row: Row) -> bool:
 
 
 def published(row: Row) -> bool:
-    """Rounded, or calibrated on code and prose in turns; of each format few quantizers."""
-    rounded = row["method"] == "rtn" and not row["spec"].startswith("int2")
-    gradients = any(word in row["method"] for word in ("gptq-gradients", "smooth"))
-    one_of = row["method"] in ("gptq", "additive") and not row["spec"].startswith("trellis")
-    left = [
-        "int4",
-        "int4:group=32",
-        "int4:group=64",
-        "int5:group=64",
-        "fp6:group=64",
-        "fp4",
-        "fp5",
-        "mxfp4",
-    ]
-    return (
-        row["spec"] not in left
-        and row["text"] in ("", "mixed")
-        and (rounded or gradients or one_of)
-    )
-
-
-def refined(row: Row) -> bool:
-    return "+" in row["method"] or (row["spec"].startswith("int8") and row["method"] == "rtn")
+    """Of the newest text alone; older rows are of other pages of the same book."""
+    return row["tokens"] == "59957"
 
 
 def bits(row: Row) -> float:

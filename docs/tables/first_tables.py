@@ -84,7 +84,7 @@ def first() -> str:
 
 INT4 = ("int4:group=64,zero", "gptq", "*")  # of SmolLM2, for other groups: a star
 HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also runs in
-    ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "smooth+gptq", ""),
+    ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "gptq", ""),
      "vLLM with the plugin"),
     ("another NVIDIA GPU from Ampere on (untested)", f"`{FOUR}`, calibrated", FOUR, INT4,
      "vLLM: plugin, or exported"),
