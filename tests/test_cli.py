@@ -249,16 +249,12 @@ def test_formats_that_gain_by_data() -> None:
         (["eval", str(PICO), "--tokens", "30"], "30 tokens are too few for 24 documents"),
         (["eval", str(PICO), "--json", "no/scores.json"], "not a directory to write scores.json"),
         (
-            ["eval", str(PICO), "--tasks", "piqa", "--plot", "no/a.png"],
-            "not a directory to write a.png",
-        ),
-        (
-            ["eval", str(PICO), "--tasks", "piqa", "--plot", "a.doc"],
-            "name ends in .png, .svg, .pdf",
-        ),
-        (
             ["plan", str(PICO), "--bits", "4.5", "-o", "no/plan.json"],
             "not a directory to write plan",
+        ),
+        (
+            ["plan", str(PICO), "--bits", "4", "--plot", "no/a.png"],
+            "not a directory to write a.png",
         ),
         (["plan", str(PICO), "--bits", "4", "--plot", "a.doc"], "name ends in .png, .svg, .pdf"),
         (["plan", "absent", "--bits", "4", "--candidates", "int4;foo"], "unknown format 'foo'"),

@@ -311,7 +311,7 @@ def plan(
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length")
     say(f"loading {model}")
-    check_outputs(out, plot)
+    check_outputs(out, plot=plot)
 
     from anybit.core.scheme import parse_scheme
 
@@ -354,7 +354,7 @@ app.command(
         "anybit eval models/pico --save-reference pico.reference",
         "anybit eval out/pico-fp6 --against pico.reference",
         "anybit eval OUT --text chats.jsonl --answers-only --json receipt.json",
-        "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
+        "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico",
         "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
     ),
 )(scores.evaluate)
