@@ -69,15 +69,15 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=100, help="Held-out tokens that every format is scored on.")
     ] = 16384,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the report goes.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go.")] = Path(
         "out/demo"
     ),
 ) -> None:
     """Quantize a small real model to every family of formats, and measure each.
 
     Shows bits per weight, size, perplexity, KL divergence and agreement; saves one checkpoint, lets
-    a fresh process load it and complete a function; writes report.html, size_vs_kl.png and
-    results.json. Takes under three minutes on two cores.
+    a fresh process load it and complete a function; writes size_vs_kl.png and results.json. Takes
+    under three minutes on two cores.
     """
     from anybit.cli.demo import FORMATS
     from anybit.cli.demo import demo as run
