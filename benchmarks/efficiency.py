@@ -9,20 +9,15 @@ cells of each format.
 """
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
 
 from anybit.measure.bench import Row, read_csv
 
 PEAK = {"fp16": 790.0, "int8": 1580.0, "fp8": 1580.0}  # TFLOP/s of an H200 in long dense products
-FEW = 16  # tokens; up to here, reading the weight is what takes time
-SHARES = ((25e6, 0.80), (8e6, 0.60))  # of the read floor, for weights of this many bytes or more
 LEVEL = 0.97  # of cuBLAS's speed; below it a cell counts as slower
-GROWTH = 1.35  # in time from one number of tokens to the next, up to 64
 PEER = "anybit-hopper"
 AGAIN = "again"  # a row's note: measured a second time at the end of the run
 
@@ -31,17 +26,15 @@ AGAIN = "again"  # a row's note: measured a second time at the end of the run
 class Cell:
     """One product: a scheme, a weight and a number of tokens.
 
-    nbytes: of the packed weight. reading: the read floor over the time. efficiency: the larger
-    floor over the time. speed: the time of the faster of cuBLAS fp16 and bf16 over ours, if known.
-    quantizes: whether the time holds that of quantizing tokens, which the floors do not.
+    efficiency: the larger floor over the time. speed: the time of the faster of cuBLAS fp16 and
+    bf16 over ours, if known. quantizes: whether the time holds that of quantizing tokens, which the
+    floors do not.
     """
 
     scheme: str
     shape: tuple[int, int]
     m: int
     us: float
-    nbytes: float
-    reading: float
     efficiency: float
     speed: float | None
     quantizes: bool
@@ -61,18 +54,15 @@ def cells(rows: Sequence[Row], peer: str = PEER) -> list[Cell]:
             dense[at] = min(row.us, dense.get(at, row.us))
     found: dict[tuple[str, tuple[int, int], int], Cell] = {}
     for row in rows:
-        if row.peer != peer or not (row.us and row.vs_floor and row.tflops and row.weight_gbps):
+        if row.peer != peer or not (row.us and row.vs_floor and row.tflops):
             continue
         operand = row.activation.removesuffix("-given")
-        reading = 1 / row.vs_floor
         cell = Cell(
             scheme_of(row),
             (row.N, row.K),
             row.M,
             row.us,
-            row.weight_gbps * row.us * 1e3,
-            reading,
-            max(reading, row.tflops / PEAK.get(operand, PEAK["fp16"])),
+            max(1 / row.vs_floor, row.tflops / PEAK.get(operand, PEAK["fp16"])),
             dense[at] / row.us if (at := ((row.N, row.K), row.M)) in dense else None,
             row.activation in ("int8", "fp8"),
         )
@@ -96,75 +86,25 @@ def slower(found: Sequence[Cell]) -> list[Cell]:
     return sorted((c for c in found if c.speed and c.speed < LEVEL), key=lambda c: c.speed or 0)
 
 
-def wanted(cell: Cell) -> float:
-    """The share of the read floor that `SHARES` asks of a cell; 0: none."""
-    if cell.m > FEW or cell.quantizes:
-        return 0.0
-    return next((share for size, share in SHARES if cell.nbytes >= size), 0.0)
-
-
-def short(found: Sequence[Cell]) -> list[Cell]:
-    """Few tokens that are further from the read floor than is `wanted`, the worst first."""
-    return sorted((c for c in found if c.reading < wanted(c)), key=lambda c: c.reading / wanted(c))
-
-
-def steps(found: Sequence[Cell]) -> list[tuple[float, Cell]]:
-    """(ratio, cell): took that many times the time of fewer tokens, more than it should."""
-    rows: dict[tuple[str, tuple[int, int]], list[Cell]] = defaultdict(list)
-    for cell in found:
-        rows[cell.scheme, cell.shape].append(cell)
-    out = []
-    for row in rows.values():
-        for low, high in pairwise(sorted(row, key=lambda c: c.m)):
-            ratio, tokens = high.us / low.us, high.m / low.m
-            if ratio > (min(tokens, GROWTH) if high.m <= 64 else tokens):
-                out.append((ratio, high))
-    return sorted(out, key=lambda step: -step[0])
-
-
 def table(found: Sequence[Cell], tokens: Sequence[int]) -> tuple[list[str], list[list[str]]]:
-    """Titles and a line for each scheme: speed over cuBLAS by tokens, and counts of bad cells."""
+    """Titles and a line for each scheme: speed over cuBLAS, and how often it is slower."""
     lines = []
     for scheme in sorted({cell.scheme for cell in found}):
         mine = [cell for cell in found if cell.scheme == scheme]
         speeds = [[c.speed for c in mine if c.m == m and c.speed] for m in tokens]
         means = [f"{geometric_mean(s):.2f}x" if s else "" for s in speeds]
         compared = [c for c in mine if c.speed]
-        read = sum(wanted(c) > 0 for c in mine)
-        counts = [
-            f"{len(slower(mine))} of {len(compared)}",
-            f"{len(short(mine))} of {read}" if read else "",
-            f"{len(steps(mine))} of {len(mine) - len({c.shape for c in mine})}",
-        ]
-        lines.append([f"`{scheme}`", *means, *counts])
-    titles = ["format", *(f"M={m}" for m in tokens), "slower", "far from reading", "steps"]
-    return titles, lines
-
-
-def slower_by_tokens(
-    found: Sequence[Cell], tokens: Sequence[int]
-) -> tuple[list[str], list[list[str]]]:
-    """Titles and a line for each scheme: how many cells are slower than cuBLAS, by tokens."""
-    lines = []
-    for scheme in sorted({cell.scheme for cell in found}):
-        bad = [cell.m for cell in slower(found) if cell.scheme == scheme]
-        lines.append([f"`{scheme}`", *(str(bad.count(m) or "") for m in tokens)])
-    return ["format", *(f"M={m}" for m in tokens)], lines
+        lines.append([f"`{scheme}`", *means, f"{len(slower(mine))} of {len(compared)}"])
+    return ["format", *(f"M={m}" for m in tokens), "slower"], lines
 
 
 def worst(found: Sequence[Cell]) -> list[str]:
-    """A sentence for each scheme: its worst cells of every kind."""
+    """A sentence for each scheme: its worst cells."""
     out = []
     for scheme in sorted({cell.scheme for cell in found}):
         mine, parts = [cell for cell in found if cell.scheme == scheme], []
         if cells := slower(mine):
             parts.append(f"{cells[0].speed:.3g} times the speed of cuBLAS ({cells[0]})")
-        if cells := short(mine):
-            mb = cells[0].nbytes / 1e6
-            parts.append(f"{cells[0].reading:.0%} of the read floor ({cells[0]}, {mb:.0f} MB)")
-        if growth := steps(mine):
-            ratio, cell = growth[0]
-            parts.append(f"{ratio:.2f} times the time of the next fewer tokens ({cell})")
         if not mine[0].quantizes:
             cell = min(mine, key=lambda cell: cell.efficiency)
             parts.append(f"{cell.efficiency:.0%} of the larger floor ({cell}, {cell.us:.1f} us)")

@@ -12,7 +12,6 @@ measured; README.md says what the columns are.
 
 import argparse
 import copy
-import csv
 import gc
 import importlib.metadata
 import itertools
@@ -20,11 +19,12 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+from csv_rows import add_rows
 from kv_cache import randomize
 from torch import Tensor
 from transformers import (
@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from anybit.core.format import Format
-from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.packed import PLANE, Packed, tensor_shapes
 from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
 from anybit.engine.kv.cache import LayerCache
@@ -130,8 +130,7 @@ def main() -> None:
     )
     parser.add_argument("--workers", action="store_true", help="compile all formats side by side")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--append", action="store_true", help="keep what the file has")
+    parser.add_argument("--out", type=Path, help="a CSV that rows are added to")
     args = parser.parse_args()
     args.case = args.case or [["llama-3-8b"]]
     args.bandwidth = args.bandwidth or bandwidth(torch.device(args.device))
@@ -143,29 +142,16 @@ def main() -> None:
     args.end = time.monotonic() + args.seconds
     if args.workers:
         compile_all(args)
-    rows, file = writer(args.out, args.append, COLUMNS)
-    facts = facts_of(args)
+    facts = dict.fromkeys(COLUMNS, "") | facts_of(args)
     for model, scheme in ((m, f) for m, *formats in args.case for f in formats or FORMATS):
         config = config_of(model, args.layers)
         for row in peer(config, args) if scheme == PEER else measure(scheme, config, args):
-            rows.writerow(facts | {"model": model} | row)
-            file.flush()
-            print(model, {k: v for k, v in row.items() if v != ""}, file=sys.stderr, flush=True)
+            print(model, {k: v for k, v in row.items() if v != ""}, flush=True)
+            if args.out:
+                add_rows(args.out, [facts | {"model": model} | row])
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
-
-
-def writer(
-    out: Path | None, append: bool, columns: Sequence[str]
-) -> tuple["csv.DictWriter[str]", TextIO]:
-    """A CSV and its file, or what is printed; append: keep what the file has."""
-    append = append and out is not None and out.exists()
-    file = out.open("a" if append else "w", newline="") if out else sys.stdout
-    rows = csv.DictWriter(file, columns, lineterminator="\n")
-    if not append:
-        rows.writeheader()
-    return rows, file
 
 
 def compile_all(args: argparse.Namespace) -> None:
@@ -307,7 +293,7 @@ class RandomWeights(Weights):
         for key, (size, entry) in tensor_shapes(fmt, shape).items():
             if key in signs:  # parts of one layer share them
                 tensors[key] = signs[key]
-            elif entry is None:
+            elif entry is PLANE:
                 tensors[key] = torch.randint(
                     -(2**31), 2**31, size, dtype=torch.int32, device=self.device
                 )

@@ -4,10 +4,8 @@
     python benchmarks/gemm.py --models --seconds 500 --out benchmarks/results/h200_shapes.csv
 
 The second one takes the weights of many models (weights_of_models.py), our formats and cuBLAS, and
-in the end the first weights again, which shows how far times of one chip differ. With
-`--part 1/2` on one GPU and `--part 2/2` on another, each measures weights that take half of the
-time; `--append` joins them. Needs a GPU. Peers that are not installed are named and left out. See
-README.md beside this file.
+in the end the first weights again, which shows how far times of one chip differ. Needs a GPU. Peers
+that are not installed are named and left out. See README.md beside this file.
 """
 
 import argparse
@@ -20,7 +18,7 @@ from pathlib import Path
 import efficiency
 import peers
 import torch
-from weights_of_models import MODELS, shares, weights
+from weights_of_models import MODELS, weights
 
 from anybit.kernels.backend import CODES, Activations, Prepared
 from anybit.kernels.reference import quantize_tokens
@@ -122,7 +120,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep its rows of other shapes")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--models", nargs="*", choices=MODELS, help="instead of shapes; all")
-    parser.add_argument("--part", default="1/1", metavar="I/PARTS", help="of the shapes")
     parser.add_argument("--m", type=bench.parse_counts, help=f"{MS}; of models {MODEL_MS}")
     parser.add_argument("--schemes", nargs="*", help="anybit's formats")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp16"], help="of ours")
@@ -139,9 +136,7 @@ def arguments() -> argparse.Namespace:
     if many:
         args.only = args.only or [efficiency.PEER, "cublas"]
         args.formats = args.formats or ["bf16"]
-    part, parts = (int(number) for number in args.part.split("/"))
-    shapes = weights(args.models) if many else [bench.parse_shape(text) for text in args.shapes]
-    args.shapes = shares(shapes, parts)[part - 1]
+    args.shapes = weights(args.models) if many else [*map(bench.parse_shape, args.shapes)]
     again = args.shapes[:REPEATED] if many else []
     args.turns = [(s, "") for s in args.shapes] + [(s, efficiency.AGAIN) for s in again]
     return args

@@ -1,7 +1,6 @@
 """anybit inside vLLM, beside vLLM's own kernels: start, prompts, decode steps; one case a process.
 
     python benchmarks/in_vllm.py liquid@int8 --kv fp8 --out vllm.csv  # random weights, Llama-3-8B
-    python benchmarks/in_vllm.py int4:group=128 --profile 1,64        # kernels of steps
     python benchmarks/in_vllm.py fp6 --check models/pico --ranks 2    # tokens, text: transformers'
 
 A case is bf16, fp8 (vLLM's own), gptq (int4 in groups of 128, through Machete), marlin (the same
@@ -13,12 +12,9 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,35 +55,17 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64,128,256")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor in graphs")
     parser.add_argument("--unfused", action="store_true", help="without anybit's pass over graphs")
-    parser.add_argument("--profile", metavar="BATCHES", help="list kernels")
     parser.add_argument("--check", type=Path, metavar="MODEL", help="compare tokens and a text's")
     parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
-    parser.add_argument(
-        "--together", action="store_true",
-        help="share the GPU with other processes: measure after each line on standard input",
-    )  # fmt: skip
-    parser.add_argument("--make", action="store_true", help="only write the checkpoint")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, help="a CSV file that rows are added to")
     args = parser.parse_args()
     if args.case == "marlin":
         os.environ["VLLM_DISABLED_KERNELS"] = NOT_MARLIN
-    if args.profile:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are this process's
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.folder or Path(scratch)
-        work = profile if args.profile else reload if args.reload else measure
-        work = compare if args.check else make if args.make else work
-        work(args, folder)
-        if args.together:
-            print("DONE", flush=True)
-            sys.stdin.readline()  # closing would disturb the next one
-
-
-def make(args: argparse.Namespace, folder: Path) -> None:
-    """Only write the checkpoint."""
-    checkpoint(args, folder)
+        work = compare if args.check else reload if args.reload else measure
+        work(args, args.folder or Path(scratch))
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -98,19 +76,9 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     start = time.perf_counter()
     llm = engine(args, path, batches)
     write(args, "make", 0, making, "s")
-    if not args.together:
-        write(args, "startup", 0, time.perf_counter() - start, "s")
-        cache = llm.llm_engine.vllm_config.cache_config
-        write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
-    measure_batches(llm, args, batches)
-    while args.together:
-        print("DONE", flush=True)
-        if not sys.stdin.readline():
-            break
-        measure_batches(llm, args, batches)
-
-
-def measure_batches(llm: Any, args: argparse.Namespace, batches: list[int]) -> None:
+    write(args, "startup", 0, time.perf_counter() - start, "s")
+    cache = llm.llm_engine.vllm_config.cache_config
+    write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
     for batch in (1, min(8, max(batches))):
         run(llm, args, batch, 8)
     for batch in batches:
@@ -176,19 +144,6 @@ def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: s
         add_rows(args.out, [dict(zip(COLUMNS, row, strict=True))])
 
 
-def profile(args: argparse.Namespace, folder: Path) -> None:
-    """Print each kernel of a decode step: how often it runs, and microseconds.
-
-    A kernel that was launched early waits for the one before, whose time it is then. IDLE is when
-    none runs, by what ended and what began; HOST is what the driver's functions took.
-    """
-    batches = numbers(args.profile)
-    llm = engine(args, checkpoint(args, folder), batches)
-    torch.manual_seed(0)
-    for batch in batches:
-        print_kernels(llm, args, batch)
-
-
 def reload(args: argparse.Namespace, folder: Path) -> None:
     """Seconds until a running engine has other dense weights, quantized as they are read."""
     path = checkpoint(args, folder)
@@ -198,50 +153,6 @@ def reload(args: argparse.Namespace, folder: Path) -> None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
         write(args, "reload", 0, time.perf_counter() - start, "s")
     run(llm, args, 1, 8)
-
-
-def print_kernels(llm: Any, args: argparse.Namespace, batch: int) -> None:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recorded
-
-    for tokens in (8, OUTPUT):
-        ends = run(llm, args, batch, tokens)[1]
-    with recorded(activities=[ProfilerActivity.CUDA]) as found:
-        run(llm, args, batch, OUTPUT)
-        torch.cuda.synchronize()
-    events = [(e.time_range.start, e.time_range.end, e) for e in found.events()]
-    events.sort(key=lambda event: event[:2])
-    on_device = [e for e in events if e[2].device_type == torch.autograd.DeviceType.CUDA]
-    middle = (on_device[0][0] + on_device[-1][1]) / 2  # prompts are read by then
-    spans = [(a, b, e.name) for a, b, e in on_device if a > middle]
-    busy, idle, calls = defaultdict(list), defaultdict(list), defaultdict(list)
-    last, before = spans[0][0], ""
-    for at, (start, stop, name) in enumerate(spans):
-        if start > last:
-            idle[f"{before[:40]} -> {name[:40]}"].append((start - last, at))
-        busy[name].append(max(0.0, stop - max(start, last)))
-        last, before = max((last, before), (stop, name))
-    for start, stop, e in events:
-        if start > middle and e.name.startswith("cuda"):
-            calls[e.name].append(stop - start)
-    layers = MODELS[args.model].num_hidden_layers
-    # What runs once for every layer says how many steps there were, and how long a layer takes.
-    each = max((len(us), n) for n, us in busy.items() if "flash" in n.lower() or "attn" in n)
-    begins, steps = [start for start, _, name in spans if name == each[1]], each[0] / layers
-    period = median(b - a for a, b in pairwise(begins)) * layers
-    step, whole = (last - spans[0][0]) / steps, sum(map(sum, busy.values())) / steps
-    print(f"PROFILE {args.case} batch {batch}: {steps:.1f} steps of {step:.0f} us, kernels "
-          f"{whole:.0f} us, layers {period:.0f} us; not recorded "
-          f"{median(steps_of(ends)) * 1e3:.0f} us")  # fmt: skip
-    holes = {pair: [us for us, _ in each] for pair, each in idle.items()}
-    for title, groups in (("PROFILE", busy), ("IDLE", holes), ("HOST", calls)):
-        for name in sorted(groups, key=lambda name: -sum(groups[name]))[:20]:
-            us = groups[name]
-            print(f"{title} {len(us) / steps:7.1f} times {sum(us) / steps:8.1f} us  {name[:90]}")
-    longest = idle[max(holes, key=lambda pair: sum(holes[pair]))]
-    at = longest[len(longest) // 2][1]  # one of the pauses that count most, and what is around it
-    for start, stop, name in spans[max(0, at - 20) : at + 40]:
-        print(f"ORDER {start - middle:10.1f} {stop - start:7.1f} us  {name[:90]}")
 
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
@@ -309,7 +220,7 @@ def text_of(model: Path) -> list[list[int]]:
 
 
 def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
-    """vLLM with a model, when it is this process's turn."""
+    """vLLM with a model."""
     import vllm
 
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max(batches)})
@@ -328,19 +239,12 @@ def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
         options |= {"quantization": "anybit", "hf_overrides": overrides}
     if args.ranks > 1:
         options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
-    share = 0.2 if args.check else 0.85
-    if args.together:
-        share, options["kv_cache_memory_bytes"] = 0.01, memory(args, max(batches))
-    llm = vllm.LLM(
+    return vllm.LLM(
         str(path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length(args),
         max_num_seqs=max(batches), max_num_batched_tokens=max(8192, length(args)),
-        kv_cache_dtype=args.kv, gpu_memory_utilization=share,
+        kv_cache_dtype=args.kv, gpu_memory_utilization=0.2 if args.check else 0.85,
         enable_prefix_caching=False, seed=0, **options,
     )  # fmt: skip
-    if args.together:
-        print("READY", flush=True)
-        sys.stdin.readline()
-    return llm
 
 
 def no_pass() -> Any:
@@ -352,14 +256,6 @@ def no_pass() -> Any:
 
 def leave(graph: Any) -> None:
     """Leave a graph as it is; not in `no_pass`, since vLLM's processes look it up by name."""
-
-
-def memory(args: argparse.Namespace, batch: int) -> int:
-    """Bytes of K and V of a batch, and a few blocks."""
-    config = LlamaConfig.from_pretrained(args.check) if args.check else MODELS[args.model]
-    width = config.num_key_value_heads * config.head_dim
-    each = (2 if args.kv.startswith("fp8") else 4) * config.num_hidden_layers * width
-    return (batch + 2) * (length(args) if args.check else PROMPT + OUTPUT + 64) * each
 
 
 def numbers(given: str) -> list[int]:

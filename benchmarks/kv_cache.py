@@ -8,8 +8,7 @@
 `time` is of one layer: the write of a token's K and V, and attention over random contents. Layers
 take turns, as in a model, and together are more than caches hold. All kinds of cache run in each
 round, and the fastest round counts. On a GPU a round is a CUDA graph; on a CPU, time is that of the
-process over its threads, so that other processes count little. `--tiles 64x2x2,128x2x3` tries tiles
-of Triton's kernel (tokens, warps, stages) instead of the ones that it has.
+process over its threads, so that other processes count little.
 
 `accuracy` reads held-out text through the cache and compares with a cache in the model's dtype:
 KL divergence in nats a token, in all and in the second half of windows, where contexts are long,
@@ -54,7 +53,6 @@ def main() -> None:
     timing.add_argument("--sequences", default="1,8,64")
     timing.add_argument("--contexts", default="512,1024,2048,4096")
     timing.add_argument("--heads", default="32x8x128", help="of Q, of K, and their dimension")
-    timing.add_argument("--tiles", default="", help="TOKENSxWARPSxSTAGES,... to try, on a GPU")
     timing.add_argument("--rounds", type=int, default=9)
     timing.add_argument("--device", default="cpu")
     timing.set_defaults(run=times)
@@ -92,23 +90,21 @@ def numbers(text: str, separator: str = ",") -> list[int]:
 def times(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     heads, kv_heads, dim = numbers(given.heads, "x")
     device = torch.device(given.device)
-    tiles = [numbers(tile, "x") for tile in given.tiles.split(",") if tile] or [None]
     for sequences, context in itertools.product(numbers(given.sequences), numbers(given.contexts)):
         steps, sizes = {}, {}
-        for kind, tile in itertools.product(given.kinds.split(","), tiles):
+        for kind in given.kinds.split(","):
             layers = caches(kind, sequences, context, kv_heads, dim, device)
             sizes[kind] = layers[0].nbytes / (layers[0].k.shape[0] * BLOCK)
-            step = Step(layers, sequences, context, heads, dim, tile)
-            steps[kind, tile and "x".join(map(str, tile))] = recorded(step, device)
+            steps[kind] = recorded(Step(layers, sequences, context, heads, dim), device)
         found = dict.fromkeys(steps, math.inf)
         for _ in range(given.rounds):
-            for name, (step, layers_run) in steps.items():
-                found[name] = min(found[name], seconds(step, device) / layers_run)
-        dense = min((t for (kind, _), t in found.items() if kind == "model"), default=math.nan)
-        for (kind, tile), took in found.items():
+            for kind, (step, layers_run) in steps.items():
+                found[kind] = min(found[kind], seconds(step, device) / layers_run)
+        dense = found.get("model", math.nan)
+        for kind, took in found.items():
             yield {
                 "heads": heads, "kv_heads": kv_heads, "dim": dim, "kv": kind,
-                "sequences": sequences, "context": context, "tile": tile or "",
+                "sequences": sequences, "context": context,
                 "us": round(took * 1e6, 1), "vs_bf16": round(took / dense, 3),
                 "bytes_a_token": round(sizes[kind]),
                 "gbps": round(sizes[kind] * sequences * context / took / 1e9, 1),
@@ -146,9 +142,8 @@ class Step:
     """A decode step of attention in all layers: every sequence writes a token and attends."""
 
     def __init__(
-        self, layers: list[LayerCache], sequences: int, context: int, heads: int, dim: int,
-        tile: list[int] | None,
-    ):  # fmt: skip
+        self, layers: list[LayerCache], sequences: int, context: int, heads: int, dim: int
+    ):
         device, blocks = layers[0].k.device, -(-context // BLOCK)
         self.layers, self.heads, self.scores = layers, heads, Scores(dim**-0.5)
         tables = torch.randperm(sequences * blocks).view(sequences, blocks)
@@ -163,13 +158,8 @@ class Step:
         self.qkv = torch.randn(sequences, width, dtype=torch.bfloat16, device=device)
         angles = torch.rand(context, dim // 2, device=device)
         self.rope = angles.cos(), angles.sin()
-        self.tile = tile
 
     def __call__(self) -> Tensor:
-        if self.tile is not None:
-            from anybit.kernels.triton import attention as kernels
-
-            kernels.TILES[self.layers[0].format.k.kind] = kernels.Tile(*self.tile)
         for layer in self.layers:
             out = attention(self.qkv, self.heads, layer, self.batch, self.rope, self.scores)
         return out

@@ -11,22 +11,18 @@ graphs: whether CUDA graphs take the prompt; rows without them show what they ar
 
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine import MODELS, RandomWeights, config_of, facts_of, kv_bytes, writer
+from csv_rows import add_rows
+from engine import MODELS, RandomWeights, config_of, facts_of, kv_bytes
 
 from anybit import LLM, SamplingParams
 from anybit.engine.loader import Loaded, build, model_class
 
-COLUMNS = (
-    "model", "format", "tokens", "prompts", "graphs", "ms", "tokens_per_s", "host_ms", "gpu",
-    "date", "commit", "versions",
-)  # fmt: skip
 FIRST, RUNS = 2, 3
 
 
@@ -43,17 +39,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--both", action="store_true", help="short prompts without graphs, too")
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--append", action="store_true", help="keep what the file has")
+    parser.add_argument("--out", type=Path, help="a CSV that rows are added to")
     args = parser.parse_args()
-    rows, file = writer(args.out, args.append, COLUMNS)
     facts = facts_of(args)
     for model, *formats in args.case:
         for scheme in formats:
             for row in measure(model, scheme, args):
-                rows.writerow(facts | {"model": model, "format": scheme} | row)
-                file.flush()
-                print(model, scheme, row, file=sys.stderr, flush=True)
+                print(model, scheme, row, flush=True)
+                if args.out:
+                    add_rows(args.out, [{"model": model, "format": scheme} | row | facts])
             gc.collect()
 
 

@@ -1,7 +1,7 @@
 """Speculative decoding: tokens per second with drafts and without, and what drafts cost.
 
-    python benchmarks/speculative.py texts models/pico --out results/speculative.csv --append
-    python benchmarks/speculative.py steps 1b --formats bf16 int4:group=64 --out ... --append
+    python benchmarks/speculative.py texts models/pico --out results/speculative.csv
+    python benchmarks/speculative.py steps 1b --formats bf16 int4:group=64 --out ...
 
 `texts` lets a model continue texts, greedily or sampled, with each kind of draft in turns, in
 rounds; a row holds the median of rounds. Repetitive texts are Python functions of the same form,
@@ -13,7 +13,6 @@ GPU unchanged.
 
 import argparse
 import importlib.metadata
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from engine import BLOCK, MODELS, RandomWeights, writer
+from csv_rows import add_rows
+from engine import BLOCK, MODELS, RandomWeights
 from transformers import LlamaConfig
 
 from anybit.engine.llm import LLM
@@ -62,15 +62,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--append", action="store_true", help="keep what the file has")
+    parser.add_argument("--out", type=Path, help="a CSV that rows are added to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows, file = writer(args.out, args.append, COLUMNS)
     for row in texts(args) if args.what == "texts" else steps(args):
-        rows.writerow(facts(args) | row)
-        file.flush()
-        print(row, file=sys.stderr, flush=True)
+        print(row, flush=True)
+        if args.out:
+            add_rows(args.out, [dict.fromkeys(COLUMNS, "") | facts(args) | row])
 
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:

@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
     args = parser.parse_args()
     if missing := [str(f) for f in args.models if not (f / "config.json").is_file()]:
-        parser.error(f"no config.json in {missing}; train a model first (study_train.py)")
+        parser.error(f"no config.json in {missing}; name folders of models")
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = facts(device)

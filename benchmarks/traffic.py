@@ -8,10 +8,8 @@ tokens, answers lognormal(5.2, 0.7) within 8 to 800, greedy. A row for each rate
 """
 
 import argparse
-import csv
 import importlib.metadata
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from csv_rows import add_rows
 
+from anybit.measure.bench import current_commit
 from anybit.serve.bench import Lengths, Load, Seen, summary
 
 MODEL = "llama-3-8b"
@@ -82,7 +82,7 @@ class Ours:
         while self.engine.busy:
             self.engine.step()
 
-    def after(self) -> dict[str, int]:
+    def after(self) -> dict[str, Any]:
         from anybit.engine.ready import after_ready
 
         compiled, captured = after_ready(self.engine)
@@ -128,8 +128,8 @@ class Vllm:
         while self.busy():
             self.engine.step()
 
-    def after(self) -> dict[str, int]:
-        return {}
+    def after(self) -> dict[str, Any]:
+        return {"compiled": "", "captured": ""}
 
 
 def run(server: Server, rate: float, seconds: float, seed: int = 0) -> dict[str, float]:
@@ -177,32 +177,17 @@ def main(arguments: list[str] | None = None) -> None:
     build: Callable[[argparse.Namespace], Any] = Vllm if args.vllm else Ours
     server = build(args)
     run(server, 16.0, 2, 9)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     facts = {
         "engine": f"vLLM {importlib.metadata.version('vllm')}" if args.vllm else "anybit",
         "case": args.case, "kv": args.kv, "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "commit": commit.stdout.strip(),
+        "torch": torch.__version__, "commit": current_commit(),
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    new = not args.out.exists()
-    with args.out.open("a", newline="") as file:
-        for rate in map(float, args.rates.split(",")):
-            row = run(server, rate, args.seconds)
-            row = (
-                facts
-                | {k: round(v, 2) for k, v in row.items()}
-                | {"compiled": "", "captured": ""}
-                | server.after()
-            )
-            table = csv.DictWriter(file, row)
-            if new:
-                table.writeheader()
-                new = False
-            table.writerow(row)
-            file.flush()
-            print(" ".join(f"{k}={v}" for k, v in row.items()), flush=True)
+    for rate in map(float, args.rates.split(",")):
+        figures = {k: round(v, 2) for k, v in run(server, rate, args.seconds).items()}
+        row = facts | figures | server.after()
+        add_rows(args.out, [row])
+        print(" ".join(f"{k}={v}" for k, v in row.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -62,11 +62,6 @@ MODELS: dict[str, dict[str, Shape]] = {
 }
 
 
-# Seconds that the run of all formats takes for a weight, and more for each of its numbers: a fit to
-# the run on two H200s that made h200_shapes.csv.
-SECONDS, MORE = 2.7, 11.5e-9
-
-
 def weights(names: list[str] | None = None) -> list[Shape]:
     """Every shape of these models (default: all) once, one of each model in turn.
 
@@ -74,15 +69,3 @@ def weights(names: list[str] | None = None) -> list[Shape]:
     """
     chosen = [MODELS[name].values() for name in names or MODELS]
     return list(dict.fromkeys(s for turn in zip_longest(*chosen) for s in turn if s))
-
-
-def shares(shapes: list[Shape], parts: int) -> list[list[Shape]]:
-    """What each of several GPUs measures, so that all end at about the same time.
-
-    The longest goes first to whoever has least; every share keeps the order of the list.
-    """
-    time = {(n, k): SECONDS + MORE * n * k for n, k in shapes}
-    found: list[list[Shape]] = [[] for _ in range(parts)]
-    for shape in sorted(time, key=time.__getitem__, reverse=True):
-        min(found, key=lambda share: sum(time[s] for s in share)).append(shape)
-    return [sorted(share, key=shapes.index) for share in found]

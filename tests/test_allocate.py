@@ -21,13 +21,11 @@ from anybit.planning.allocate import (
     knapsack,
     plan_formats,
     predicted_kl,
-    predicted_seconds,
     sampled_rows,
     squared_gradients,
     weight_error,
 )
 from anybit.planning.allocation import Allocation
-from anybit.planning.gpus import gpu
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny
@@ -176,14 +174,13 @@ def test_errors_that_no_sample_shows_are_measured_whole() -> None:
         assert got > 0
 
 
-@pytest.mark.parametrize("of", ["bits", "seconds"])
-def test_no_plan_is_worse_than_one_format_of_its_size(of: str) -> None:
+def test_no_plan_is_worse_than_one_format_of_its_size() -> None:
     """The whole budget, which rounded costs exceed."""
     given = {"candidates": ["int2:group=32,zero", "int4:group=32"], "quantizer": anybit.RTN()}
     for uniform in plan_formats(make(), None, 8.0, **given).uniform():
-        got = plan_formats(make(), None, **{of: getattr(uniform, of)}, **given)
+        got = plan_formats(make(), None, uniform.bits, **given)
         assert got.loss <= uniform.loss
-        assert getattr(got, of) <= getattr(uniform, of) * (1 + 1e-12)
+        assert got.bits <= uniform.bits * (1 + 1e-12)
 
 
 def test_trellis_codes_and_rotations_are_chosen_among_others() -> None:
@@ -199,15 +196,6 @@ def test_trellis_codes_and_rotations_are_chosen_among_others() -> None:
     by_name = {it.budget: it for it in chosen.uniform()}
     assert by_name[trellis].bits < by_name["int2:group=32,zero"].bits
     assert by_name[trellis].loss < 0.7 * by_name["int2:group=32,zero"].loss
-
-
-def test_rotations_cost_time() -> None:
-    plain, turned, both = (
-        predicted_seconds(f"int4:group=128{rotate}", (4096, 8192), gpu("h200"), 64)
-        for rotate in ("", ",rotate=k", ",rotate=kn")
-    )
-    assert turned - plain == pytest.approx(64 * 8192 * 4 / 4.8e12, rel=0.3)
-    assert both - turned == pytest.approx(64 * 4096 * 4 / 4.8e12, rel=0.3)
 
 
 def test_gradients_are_those_of_the_fisher_information() -> None:
@@ -271,16 +259,6 @@ def test_beats_uniform_choices_of_a_real_model_at_equal_bytes() -> None:
             # int4:group=32 takes 4.5 bits as well.
             got = kl(anybit.quantize_(pico(), uniform.budget), fresh, pico())
             assert planned < 0.85 * got, uniform.budget
-
-
-def test_budget_of_time() -> None:
-    given = {"candidates": CANDIDATES, "quantizer": anybit.RTN()}
-    slow = plan_formats(make(), text(4, seed=1), seconds=1.0, **given)
-    assert {option.scheme for option in slow.chosen} == {"int8"}
-    limit = slow.seconds * 0.6
-    fast = plan_formats(make(), text(4, seed=1), seconds=limit, **given)
-    assert fast.seconds <= limit
-    assert fast.loss > slow.loss
 
 
 def test_calibrated_quantizer_predicts_less_loss() -> None:
@@ -348,9 +326,7 @@ def test_knapsack_by_brute_force(seed: int) -> None:
 
 
 def test_knapsack_with_nothing_to_spare() -> None:
-    for unit in (1.0, 1e-10):  # as seconds, of layers that take less than a nanosecond
-        costs = [[unit, 2 * unit], [3 * unit, unit]]
-        assert knapsack(costs, [[1.0, 0.0], [0.0, 1.0]], 2 * unit) == [0, 1]
+    assert knapsack([[1.0, 2.0], [3.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]], 2.0) == [0, 1]
 
 
 def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,16 +342,5 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
             plan_formats(quantized, ids, 4, candidates=small)
     with pytest.raises(ValueError, match="Embedding has no linear layers to plan for; give a"):
         plan_formats(nn.Embedding(VOCAB, 8), None, bits=4.0)
-    with pytest.raises(ValueError, match="give one budget"):
-        plan_formats(make(), ids)
-    with pytest.raises(ValueError, match="unknown GPU 'abacus'; known: RTX 3060, "):
-        plan_formats(make(), ids, 4, device="abacus")
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: none of int4:group=48"):
         plan_formats(make(), ids, 4, candidates=["int4:group=48"])
-
-
-def test_a_budget_of_time_names_the_gpu() -> None:
-    given = {"candidates": ["int4", "int8"], "quantizer": anybit.RTN()}
-    got = plan_formats(make(), None, seconds=1.0, device="RTX 4090", **given)
-    assert "us, RTX 4090" in got.table()
-    assert {option.scheme for option in got.chosen} == {"int8"}

@@ -1,7 +1,6 @@
 """The demo on a part of its formats and tokens, and what must hold of its figures."""
 
 import json
-import re
 import struct
 import sys
 from pathlib import Path
@@ -88,39 +87,33 @@ def test_it_shows_saves_and_completes(run: tuple[Results, Path, str]) -> None:
 
 
 def test_formats_write_the_same_beginning_on(run: tuple[Results, Path, str]) -> None:
-    results, out, terminal = run
+    results, _, terminal = run
     groups = texts(results.rows)
     assert sorted(name for names, _ in groups for name in names) == sorted(rows(results))
     assert groups[0][0][:2] == ["bf16", "int8"]  # what rounding to 8 bits leaves as it was
     assert "ValueError" in groups[0][1]
-    page = (out / "report.html").read_text()
     for names, text in groups:
-        assert f"<h3>{', '.join(names)}</h3>" in page
+        assert f"{', '.join(names)}\n" in terminal
         assert text.strip().splitlines()[0] in terminal
 
 
-def test_the_report_stands_alone(run: tuple[Results, Path, str]) -> None:
-    results, out, _ = run
-    page = (out / "report.html").read_text()
-    assert not re.search(r"(src|href|srcset)=\"(?!data:)", page)
-    assert "url(" not in page
-    assert 'name="viewport"' in page
-    assert "prefers-color-scheme: dark" in page
-    for row in results.rows:
-        assert f'<td data-label="KL">{row.kl:.5f}</td>' in page
+def test_the_picture_is_a_png(run: tuple[Results, Path, str]) -> None:
+    _, out, _ = run
     png = (out / "size_vs_kl.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (1440, 864)
 
 
-def test_the_plot_labels_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot_labels_do_not_cover_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
     made = [Row(spec, 4 + i / 20, 1, 5, 0, 0.1 + i / 50, 0.9, 1) for i, spec in enumerate(FORMATS)]
-    plot(made)
+    plot(made, tmp_path / "a.png")
     axes = figures[0].axes[0]
     texts = axes.texts
     assert len(texts) == len(FORMATS)

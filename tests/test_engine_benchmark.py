@@ -27,7 +27,7 @@ def test_random_weights_are_numbers(engine: Any, spec: str) -> None:
         assert codes.view(torch.float8_e4m3fn).float().isfinite().all()
     if spec == "fp:e5m2":
         assert codes.view(torch.float8_e5m2).float().isfinite().all()
-    assert len(codes.unique()) > 1
+    assert codes.float().var() > 0.7 * (4**packed.format.bits - 1) / 12  # all codes are as likely
     assert packed.dequantize().isfinite().all()
 
 

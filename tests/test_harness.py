@@ -48,8 +48,6 @@ def test_results_are_read_shown_and_written(tmp_path: Path) -> None:
     write_results(rows, tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert [row["error"] for row in found] == [0.25, None, 0.25]
-    harness.plot(rows, tmp_path / "out.svg")
-    assert "strict" in (tmp_path / "out.svg").read_text()
 
 
 def test_questions_have_one_true_answer_in_the_held_out_text(local: Any) -> None:

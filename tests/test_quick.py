@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("file", "test"),
     [
-        ("anybit/planning/cost_model.py", "tests/test_cost_model.py"),  # named after it
+        ("anybit/planning/gpus.py", "tests/test_gpus.py"),  # named after it
         ("tests/test_bits.py", "tests/test_bits.py"),
         ("tests/tiny.py", "tests/test_allocate.py"),  # imports it
         ("docs/index.md", "tests/test_docs.py"),

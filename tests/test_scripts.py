@@ -46,6 +46,7 @@ def test_commands_of_the_page_are_understood(command: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(argparse.ArgumentParser, name, parse_only)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as Python does for a script
     with pytest.raises(Parsed) as parsed:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     if "--out" in arguments:

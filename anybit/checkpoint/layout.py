@@ -1,14 +1,14 @@
 """What every tensor of a checkpoint is in a model, without reading one.
 
 `layout` follows transformers' tables (`names.py`): a tensor may be one of the model's, one of those
-that transformers makes it of (`Converted`), or hold the experts of a block, which it cuts.
+that transformers makes it of (`Made`), or hold the experts of a block, which it cuts.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,88 +72,67 @@ def convert(conversion: Conversion) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Converted:
-    """A weight that transformers makes of stored tensors: like a `Stored`, made when it is read.
+class Made:
+    """A tensor that is made of stored ones: like a `Stored`, made when it is read.
 
     Attributes:
-        name: In the model.
-        conversion: Makes it.
-        shape: Of the weight.
-        index: The part of the tensor `name` that this weight is.
+        of: The first of those.
+        shape: Of what is made; its dtype is theirs.
+        make: Reads and makes it.
     """
 
-    name: str
-    conversion: Conversion
+    of: Stored
     shape: tuple[int, ...]
-    index: tuple[int | slice, ...] = ()
+    make: Callable[[], Tensor]
 
     @property
     def file(self) -> Path:
-        return self.conversion.one.file
+        return self.of.file
 
     @property
     def start(self) -> int:
-        return self.conversion.one.start
+        return self.of.start
 
     @property
     def dtype(self) -> str:
-        return self.conversion.one.dtype
+        return self.of.dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return self.conversion.one.torch_dtype
+        return self.of.torch_dtype
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     def read(self) -> Tensor:
-        made = convert(self.conversion).get(self.name)
-        found = None if made is None else made[self.index]
-        if found is None or tuple(found.shape) != self.shape:
-            shape = "nothing" if found is None else tuple(found.shape)
+        return self.make().contiguous()
+
+
+Tensors = Stored | Made
+
+
+def made(conversion: Conversion, name: str, shape: tuple[int, ...]) -> Made:
+    """A weight of the model that transformers makes of stored tensors."""
+    one = conversion.one
+
+    def make() -> Tensor:
+        found = convert(conversion).get(name)
+        if found is None or tuple(found.shape) != shape:
+            other = "nothing" if found is None else tuple(found.shape)
             raise InvalidInput(
-                f"{self.file}: transformers makes {shape} of {', '.join(self.conversion.sources)}, "
-                f"where {self.name} has shape {self.shape}"
+                f"{one.file}: transformers makes {other} of {', '.join(conversion.sources)}, "
+                f"where {name} has shape {shape}"
             )
-        return found.contiguous()
+        return found
+
+    return Made(one, shape, make)
 
 
-@dataclass(frozen=True)
-class Transposed:
-    """A stored matrix, transposed when it is read."""
-
-    stored: "Stored | Converted | Transposed"
-
-    @property
-    def file(self) -> Path:
-        return self.stored.file
-
-    @property
-    def start(self) -> int:
-        return self.stored.start
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return self.stored.torch_dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.stored.nbytes
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape[::-1]
-
-    def read(self) -> Tensor:
-        return self.stored.read().T.contiguous()
-
-
-Tensors = Stored | Converted | Transposed
+def transposed(stored: Tensors) -> Made:
+    """A matrix, transposed when it is read."""
+    of = stored if isinstance(stored, Stored) else stored.of
+    return Made(of, stored.shape[::-1], lambda: stored.read().T)
 
 
 @dataclass(frozen=True)
@@ -241,7 +220,7 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
     apart = {n for n, m in fused.items() if any(wanted(f"{n}.{x}.weight") for x in layers_of(m))}
     out: dict[str, Tensors] = {}
     in_model: dict[str, str] = {}
-    made: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    joint: dict[str, tuple[Any, dict[str, list[str]]]] = {}
     covered, unexpected = set[str](), list[str]()
 
     def place(layers: Mapping[str, Tensors]) -> None:
@@ -255,14 +234,14 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
             unexpected.append(name)
             out[name] = stored[name]
         elif converter is not None:
-            made.setdefault(found, (converter, {}))[1].setdefault(pattern, []).append(name)
+            joint.setdefault(found, (converter, {}))[1].setdefault(pattern, []).append(name)
         else:
             covered.add(found)
             if found in experts and found.rpartition(".")[0] in apart:
                 place(cut(found, stored[name], experts[found]))
             else:
                 out[name], in_model[name] = stored[name], found
-    for first, (converter, given) in made.items():
+    for first, (converter, given) in joint.items():
         order = [pattern for pattern in converter.source_patterns if pattern in given]
         sources = {pattern: [stored[name] for name in given[pattern]] for pattern in order}
         targets = targets_of(first, converter, names.state)
@@ -288,7 +267,7 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
             in_model |= {name: names.renamed(name) for name in own}
             continue
         conversion = Conversion(converter, first, sources, model)
-        each = {t: Converted(t, conversion, tuple(names.state[t].shape)) for t in targets}
+        each = {t: made(conversion, t, tuple(names.state[t].shape)) for t in targets}
         if any(target.rpartition(".")[0] in apart for target in targets):
             for target, one in each.items():  # of text and of images, say
                 split = target.rpartition(".")[0] in apart
@@ -307,7 +286,7 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
     )
 
 
-def cut(name: str, tensor: Stored | Converted, module: Any) -> dict[str, Tensors]:
+def cut(name: str, tensor: Tensors, module: Any) -> dict[str, Tensors]:
     """A fused tensor of experts as tensors of layers, by their names in the model."""
     experts, _, key = name.rpartition(".")
     how, (count, *shape) = known_layout(module), tensor.shape
@@ -321,14 +300,19 @@ def cut(name: str, tensor: Stored | Converted, module: Any) -> dict[str, Tensors
     out: dict[str, Tensors] = {}
     for e in range(count):
         for i, layer in enumerate(layers):
-            part: Stored | Converted
-            if isinstance(tensor, Converted):
+            part: Tensors
+            if isinstance(tensor, Made):
                 index = (e, slice(i * own, (i + 1) * own))
-                part = replace(tensor, shape=(own, *shape[1:]), index=index)
+                make = partial(piece, tensor, index)
+                part = replace(tensor, shape=(own, *shape[1:]), make=make)
             else:
                 size = tensor.nbytes // (count * len(layers))
                 start = tensor.start + (e * len(layers) + i) * size
                 part = tensor._replace(shape=(own, *shape[1:]), start=start, nbytes=size)
             turned = how.transposed and end == "weight"
-            out[f"{experts}.{e}.{layer}.{end}"] = Transposed(part) if turned else part
+            out[f"{experts}.{e}.{layer}.{end}"] = transposed(part) if turned else part
     return out
+
+
+def piece(tensor: Made, index: tuple[int | slice, ...]) -> Tensor:
+    return tensor.make()[index]

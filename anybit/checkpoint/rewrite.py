@@ -226,8 +226,7 @@ def begin(partial: Path, manifest: Mapping[str, Any], overwrite: bool) -> None:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
     else:
         check_unused(partial)
-    write_json(path.with_suffix(".tmp"), manifest)
-    os.replace(path.with_suffix(".tmp"), path)
+    write_json(path, manifest)
 
 
 def check_unused(partial: Path) -> None:

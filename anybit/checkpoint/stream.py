@@ -18,7 +18,7 @@ from anybit.checkpoint.architecture import (
     quantized_already,
 )
 from anybit.checkpoint.foreign.ready import dense_directory
-from anybit.checkpoint.layout import Tensors, Transposed, check_fit, check_missing, layout, some
+from anybit.checkpoint.layout import Tensors, check_fit, check_missing, layout, some, transposed
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -269,7 +269,7 @@ def plan_quantization(
             continue
         name, shape = where[f"{layer}.weight"], tuple(shapes[layer])
         if layer not in experts and is_conv1d(model.get_submodule(layer)):
-            stored[name] = Transposed(stored[name])
+            stored[name] = transposed(stored[name])
         one = stored[name]
         if one.shape != shape or one.torch_dtype not in WEIGHT_DTYPES:
             raise InvalidInput(

@@ -28,7 +28,7 @@ def info(
 
     Reads config.json and headers alone: of a model of the hub, the weights are not downloaded.
     """
-    check_outputs(json_file, None)
+    check_outputs(json_file)
     say(f"reading headers of {model}")
     from dataclasses import asdict
 

@@ -69,15 +69,15 @@ def demo(
     tokens: Annotated[
         int, typer.Option(min=100, help="Held-out tokens that every format is scored on.")
     ] = 16384,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the report goes.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go.")] = Path(
         "out/demo"
     ),
 ) -> None:
     """Quantize a small real model to every family of formats, and measure each.
 
     Shows bits per weight, size, perplexity, KL divergence and agreement; saves one checkpoint, lets
-    a fresh process load it and complete a function; writes report.html, size_vs_kl.png and
-    results.json. Takes under three minutes on two cores.
+    a fresh process load it and complete a function; writes size_vs_kl.png and results.json. Takes
+    under three minutes on two cores.
     """
     from anybit.cli.demo import FORMATS
     from anybit.cli.demo import demo as run
@@ -276,25 +276,18 @@ def export(
         "anybit plan models/pico --bits 4.5",
         "anybit plan models/pico --bits 4.5 --calibrate python --samples 32 --length 512",
         "anybit plan MODEL --bits 4.5 --calibrate text.jsonl -o plan.json --plot plan.png",
-        "anybit plan MODEL --latency-us 900 --device h200 --calibrate text.jsonl -o plan.json",
     )
 )
 def plan(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
+    bits: Annotated[
+        float,
+        typer.Option(min=0.1, max=16, help="Stored bits of a weight, on average, with scales."),
+    ],
     calibrate: Annotated[
         str | None, typer.Option(help="Text to measure on, as of quantize --calibrate.")
     ] = None,
-    bits: Annotated[
-        float | None,
-        typer.Option(min=0.1, max=16, help="Stored bits of a weight, on average, with scales."),
-    ] = None,
-    latency_us: Annotated[
-        float | None, typer.Option(help="Predicted time of all layers for one token, instead.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="GPU whose time is predicted: h100, 'RTX 4090', l40s, ...")
-    ] = "h200",
     candidates: Annotated[
         str | None, typer.Option(help="Formats to choose from, separated by ';'.")
     ] = None,
@@ -309,26 +302,20 @@ def plan(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
 ) -> None:
-    """Choose a format for every layer under a budget of memory or of predicted time.
+    """Choose a format for every layer under a budget of memory.
 
     Measures on text (--calibrate) how much each layer's rounding costs the model, and explains the
     choice. Without text it goes by the errors of the weights, as if all layers mattered alike.
     """
     chosen_formats = listed(candidates, "--candidates")
-    if (bits is None) == (latency_us is None):
-        raise typer.BadParameter("give one budget: --bits 4.5, or --latency-us 900")
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length")
-    if latency_us is None:
-        no_effect(context, "without --latency-us", "device")
     say(f"loading {model}")
-    check_outputs(out, plot)
+    check_outputs(out, plot=plot)
 
     from anybit.core.scheme import parse_scheme
-    from anybit.planning.gpus import gpu
 
-    gpu(device)  # what is unknown is told before the model is loaded
-    for scheme in chosen_formats:
+    for scheme in chosen_formats:  # what is unknown is told before the model is loaded
         parse_scheme(scheme)
 
     from anybit.checkpoint.architecture import dense_config
@@ -349,9 +336,7 @@ def plan(
         load_dense(directory),
         text,
         bits,
-        seconds=None if latency_us is None else latency_us * 1e-6,
         candidates=chosen_formats or CANDIDATES,
-        device=device,
         head=None if head == "none" else head,
     )
     typer.echo(chosen.table())
@@ -369,7 +354,7 @@ app.command(
         "anybit eval models/pico --save-reference pico.reference",
         "anybit eval out/pico-fp6 --against pico.reference",
         "anybit eval OUT --text chats.jsonl --answers-only --json receipt.json",
-        "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico --plot tasks.png",
+        "anybit eval out/pico-fp6 --tasks python_next_line --against models/pico",
         "anybit eval OUT --tasks piqa,arc_easy,hellaswag,winogrande,humaneval --run-code",
     ),
 )(scores.evaluate)

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 from torch import Tensor
@@ -34,23 +32,12 @@ from anybit.files.picture import require_matplotlib
 from anybit.kernels.native.isa import processor
 from anybit.nn.model import quantized_layers
 from anybit.nn.plan import resolve
+from anybit.progress import Progress, progress
 
 FORMATS = (
-    "int8",
-    "int4",
-    "int3",
-    "int2",
-    "fp6",
-    "fp5",
-    "fp4",
-    "liquid",
-    "sparse",
-    "codebook:m=1,v=4",
-    "codebook:m=2,v=8",
-    "int4:group=64,zero",
-    "int3:group=64,zero",
-    "int2:group=64,zero",
-)
+    "int8", "int4", "int3", "int2", "fp6", "fp5", "fp4", "liquid", "sparse", "codebook:m=1,v=4",
+    "codebook:m=2,v=8", "int4:group=64,zero", "int3:group=64,zero", "int2:group=64,zero",
+)  # fmt: skip
 TOKENS = 16384
 SAVED = "fp6"  # the format of the checkpoint that is kept
 WRITTEN = 20  # tokens of the example
@@ -81,10 +68,10 @@ def demo(
     out: Path = Path("out/demo"),
     console: Console | None = None,
 ) -> Results:
-    """Quantize models/pico to each format, measure, save, load in a fresh process; write a report.
+    """Quantize models/pico to each format, measure, save, load in a fresh process.
 
     tokens: held-out tokens that every format is scored on, at most. out: gets `results.json`,
-    `report.html`, `size_vs_kl.png` and the checkpoint `fp6`, replacing those of an earlier run.
+    `size_vs_kl.png` and the checkpoint `fp6`, replacing those of an earlier run.
 
     Raises FileNotFoundError without models/pico, ValueError for an unknown format, ImportError
     without matplotlib, all before anything is measured.
@@ -110,23 +97,26 @@ def demo(
         "Speed is not shown: this model is too small for it; `anybit bench` times layers."
     )
     reference = Remembered(copy.deepcopy(dense).float())
-    with Board(console, total * (1 + len(formats))) as board:
-        for each in (None, *formats):
-            board.add(measure(dense, tokenizer, each, reference, documents, window, board.step))
+    with progress("scoring", total * (1 + len(formats))) as step:
+        rows = [
+            measure(dense, tokenizer, each, reference, documents, window, step)
+            for each in (None, *formats)
+        ]
+    console.print(table(rows))
 
     checkpoint = out / SAVED
     anybit.save(anybit.quantize_(copy.deepcopy(dense), SAVED), checkpoint, overwrite=True)
     tokenizer.save_pretrained(checkpoint)
     console.print("\nGreedy completions of the same prompt:\n")
     console.print(code(PROMPT))
-    for names, text in report.texts(board.rows):
+    for names, text in report.texts(rows):
         console.print(f"\n[bold]{', '.join(names)}[/]")
         console.print(code(text))
     console.print(f"\nSaved {checkpoint}. A fresh process loads it and writes:\n")
     completion = complete_afresh(checkpoint)
     console.print(code(completion))
 
-    console.print(f"\n{report.summary(board.rows)}")
+    console.print(f"\n{report.summary(rows)}")
     results = Results(
         model=path.name,
         parameters=dense.num_parameters(),
@@ -137,14 +127,14 @@ def demo(
         torch=torch.__version__,
         processor=processor(),
         threads=torch.get_num_threads(),
-        rows=board.rows,
+        rows=rows,
         prompt=PROMPT,
         saved=SAVED,
         completion=completion,
     )
     (out / "results.json").write_text(json.dumps(asdict(results), indent=2) + "\n")
-    report.write(results, out)
-    console.print(f"\nWrote {out}/report.html, {out}/size_vs_kl.png and {out}/results.json.")
+    report.plot(rows, out / "size_vs_kl.png")
+    console.print(f"\nWrote {out}/size_vs_kl.png and {out}/results.json.")
     return results
 
 
@@ -155,7 +145,7 @@ def measure(
     reference: Remembered,
     documents: Sequence[Tensor],
     window: int,
-    step: Callable[[str, int], None],
+    step: Progress,
 ) -> Row:
     """The row of one format, or of the dense model itself for spec=None.
 
@@ -163,7 +153,7 @@ def measure(
     divergence of 0.0007, more than int8 weights do.
     """
     name = spec or dtype_name(dense.dtype)
-    step(name, 0)
+    step(0, name)
     model, bits = copy.deepcopy(dense), dense.dtype.itemsize * 8.0
     if spec:
         anybit.quantize_(model, spec, show_progress=False)
@@ -174,7 +164,7 @@ def measure(
     beginning = encode(tokenizer, PROMPT).tolist()
     size, tokens = stored(model, beginning)
     got = score(
-        model.float(), documents, window=window, dense=reference, step=lambda n: step(name, n)
+        model.float(), documents, window=window, dense=reference, step=lambda n: step(n, name)
     )
     assert got.kl is not None
     assert got.agreement is not None
@@ -236,49 +226,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
-class Board:
-    """The table on the terminal, growing under a progress bar; plain lines where there is none."""
-
-    def __init__(self, console: Console, total: int):
-        self.console, self.rows = console, list[Row]()
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self.task = self.bar.add_task("", total=total)
-        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4)
-
-    def __enter__(self) -> "Board":
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.console.is_terminal:
-            self.bar.update(self.task, visible=False)
-            self.live.stop()
-        elif not any(error):
-            self.console.print(self.table())
-
-    def step(self, what: str, tokens: int) -> None:
-        self.bar.update(self.task, advance=tokens, description=what)
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        if not self.console.is_terminal:
-            print(f"{row.spec}: {row.bits:.2f} bits, perplexity {row.perplexity:.4g}", flush=True)
-
-    def table(self) -> Table:
-        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-        for name in COLUMNS:
-            table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*cells(row))
-        return table
-
-    def render(self) -> RenderableType:
-        return Group(self.table(), self.bar)
+def table(rows: Sequence[Row]) -> Table:
+    """The figures of all formats."""
+    out = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        out.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(*cells(row))
+    return out

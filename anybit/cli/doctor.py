@@ -1,7 +1,6 @@
 """`anybit doctor` and `anybit formats`: what is installed, what is known, and what runs where."""
 
 import dataclasses
-import importlib.metadata
 import inspect
 import platform
 import textwrap
@@ -18,17 +17,12 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.native.isa import isa, processor
+from anybit.measure.report import version
 
 PACKAGES = (
-    "anybit",
-    "torch",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "triton",
-    "nvidia-cutlass-dsl",
+    "anybit", "torch", "transformers", "safetensors", "numpy", "triton", "nvidia-cutlass-dsl",
     "llvmlite",
-)
+)  # fmt: skip
 SHAPE = (4096, 4096)
 ROTATE = (
     "Every format also has the option rotate=k or rotate=kn: the layer's inputs, or inputs and "
@@ -68,7 +62,7 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
         "backend's answer; FORMAT may be a scheme such as liquid@int8.",
         style="dim",
     )
-    found = (f"{name} {version(name)}" for name in PACKAGES)
+    found = (f"{name} {version(name) or '(not installed)'}" for name in PACKAGES)
     console.print(f"Python {platform.python_version()}, " + ", ".join(found), style="dim")
 
 
@@ -181,13 +175,6 @@ def options_of(cls: type[Format]) -> list[str]:
     """What the class's docstring says of its options: the lines of "Attributes:"."""
     section = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2]
     return textwrap.dedent(section.partition("\n\n")[0]).splitlines()
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def devices() -> dict[str, str]:

@@ -53,12 +53,13 @@ def show_warning(message: Warning | str, category: type[Warning], *where: Any) -
     typer.secho(f"warning: {message}", fg="yellow", err=True)
 
 
-def check_outputs(file: Path | None, plot: Path | None) -> None:
+def check_outputs(*files: Path | None, plot: Path | None = None) -> None:
     """Raise what would else be raised when all is computed, and lost."""
-    if file:
-        from anybit.files.directory import check_folder
+    from anybit.files.directory import check_folder
 
-        check_folder(file)
+    for file in files:
+        if file:
+            check_folder(file)
     if plot:
         from anybit.files.picture import check_picture
 

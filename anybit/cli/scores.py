@@ -58,7 +58,6 @@ def evaluate(
     run_code: Annotated[
         bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the tasks (PNG, SVG or PDF).")] = None,
 ) -> None:
     """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
 
@@ -72,37 +71,20 @@ def evaluate(
     """
     chosen_tasks = listed(tasks, "--tasks", separator=",")
     if not chosen_tasks:
-        no_effect(context, "without --tasks", "limit", "batch", "run_code", "plot")
+        no_effect(context, "without --tasks", "limit", "batch", "run_code")
     else:
         no_effect(context, "with --tasks", *OF_TEXT, "card", "save_reference", "verify")
     if verify:
         no_effect(context, "with --verify", *OF_TEXT, "card", "save_reference")
         repeat(verify, model, against, json_file)
         return
-    if model is None:
-        raise typer.BadParameter("name a model", param_hint="MODEL")
-    if against and save_reference:
-        raise typer.BadParameter(
-            "saves the pass of MODEL, which is the dense one then: leave --against out",
-            param_hint="--save-reference",
-        )
-    if against and Path(against).is_file() and Path(against).suffix != ".gguf":  # as `is_stored`
-        no_effect(context, "with a saved reference, which holds its text", *OF_TEXT)
+    check_models(context, model, against, save_reference)
+    assert model is not None
     say(f"loading {model}" + (f" and {against}" if against else ""))
-    check_outputs(json_file, plot)
-    check_outputs(save_reference, None)
+    check_outputs(json_file, save_reference)
     if chosen_tasks:
-        from anybit.evaluate import harness
-
         models = [Path(name) for name in (model, against) if name]
-        results = harness.run_tasks(
-            models, chosen_tasks, limit=limit, batch=batch, run_code=run_code
-        )
-        typer.echo(harness.table(results))
-        if json_file:
-            harness.write_results(results, json_file)
-        if plot:
-            harness.plot(results, plot)
+        on_tasks(models, chosen_tasks, limit, batch, run_code, json_file)
         return
     from anybit.checkpoint.card import check_card, write_figures
     from anybit.evaluate.receipt import table
@@ -117,6 +99,38 @@ def evaluate(
         write_json(json_file, receipt)
     if card:
         write_figures(Path(model), table(receipt))
+
+
+def check_models(
+    context: typer.Context, model: str | None, against: str | None, save_reference: Path | None
+) -> None:
+    """Refuse options that do not go together with the models that are named."""
+    if model is None:
+        raise typer.BadParameter("name a model", param_hint="MODEL")
+    if against and save_reference:
+        raise typer.BadParameter(
+            "saves the pass of MODEL, which is the dense one then: leave --against out",
+            param_hint="--save-reference",
+        )
+    if against and Path(against).is_file() and Path(against).suffix != ".gguf":  # as `is_stored`
+        no_effect(context, "with a saved reference, which holds its text", *OF_TEXT)
+
+
+def on_tasks(
+    models: list[Path],
+    tasks: list[str],
+    limit: int | None,
+    batch: int,
+    run_code: bool,
+    json_file: Path | None,
+) -> None:
+    """Run tasks of lm-eval, and print and write their results."""
+    from anybit.evaluate import harness
+
+    results = harness.run_tasks(models, tasks, limit=limit, batch=batch, run_code=run_code)
+    typer.echo(harness.table(results))
+    if json_file:
+        harness.write_results(results, json_file)
 
 
 def show(receipt: Mapping[str, Any]) -> None:
@@ -140,7 +154,7 @@ def repeat(path: Path, model: str | None, against: str | None, json_file: Path |
 
     model, against: where they lie now, if elsewhere.
     """
-    check_outputs(json_file, None)
+    check_outputs(json_file)
     from anybit.evaluate.receipt import differences, read_receipt
     from anybit.evaluate.run import evaluate as run
     from anybit.files.directory import write_json

@@ -1,12 +1,11 @@
-"""Metrics of generated text: pass@k, ROUGE-L, whether completions of Python functions parse, and
-how far greedy text follows another model's and repeats itself.
+"""Metrics of generated text: ROUGE-L, whether completions of Python functions parse, and how far
+greedy text follows another model's and repeats itself.
 
 ZeroQuant(4+2) shows why perplexity and zero-shot tasks are not enough: int4 loses most where a
 model has to write, token after token, on its own output.
 """
 
 import ast
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,27 +22,8 @@ READ, WRITTEN = 64, 64  # tokens of such a prompt, and of what a model writes af
 NGRAM = 4  # tokens whose repetition is counted
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The unbiased estimate of pass@k from `samples` tries of which `correct` passed.
-
-    1 - C(n - c, k) / C(n, k), the chance that k of the n tries hold a correct one (Chen et al.,
-    2021, eq. 1).
-    """
-    if not 0 <= correct <= samples or not 1 <= k <= samples:
-        raise InvalidInput(
-            f"pass@k needs 0 <= correct <= samples and 1 <= k <= samples; found "
-            f"samples={samples}, correct={correct}, k={k}"
-        )
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Mean ROUGE-L F1 by Google's reference package, without stemming."""
-    if len(predictions) != len(references) or not predictions:
-        raise InvalidInput(
-            f"{len(predictions)} predictions for {len(references)} references; give one for each, "
-            "and at least one"
-        )
+def rouge_l(prediction: str, reference: str) -> float:
+    """ROUGE-L F1 by Google's reference package, without stemming."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -51,10 +31,8 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str]) -> float:
             "ROUGE needs the package rouge-score, which is in the extra `eval`: "
             "pip install rouge-score"
         ) from None
-    scorer = RougeScorer(["rougeL"])
-    pairs = zip(references, predictions, strict=True)
-    total: float = sum(scorer.score(r, p)["rougeL"].fmeasure for r, p in pairs)
-    return total / len(predictions)
+    score: float = RougeScorer(["rougeL"]).score(reference, prediction)["rougeL"].fmeasure
+    return score
 
 
 @dataclass(frozen=True)
@@ -108,17 +86,9 @@ def parses(head: str, completion: str) -> bool:
 
 @torch.inference_mode()
 def parse_rate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    *,
-    samples: int = 1,
-    temperature: float = 0.0,
-    tokens: int = 128,
-    batch: int = 1,
-    seed: int = 0,
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, tokens: int = 128, batch: int = 1
 ) -> float:
-    """The mean over prompts of pass@1 by `parses`: greedy, or of samples at a temperature.
+    """The part of greedy completions of so many tokens that parse, by `parses`.
 
     batch: prompts that are completed at a time, padded on the left.
     """
@@ -130,10 +100,7 @@ def parse_rate(
             f"{tokens} tokens to write leave no room for a prompt in the model's context of "
             f"{context_of(model)}; write fewer"
         )
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
-    pad = tokenizer.eos_token_id
-    rates = []
+    pad, good = tokenizer.eos_token_id, 0
     for at in range(0, len(prompts), batch):
         some = prompts[at : at + batch]
         encoded = [tokenizer(p.before + p.head, verbose=False).input_ids[-room:] for p in some]
@@ -144,15 +111,12 @@ def parse_rate(
             ids,
             attention_mask=mask.to(ids),
             max_new_tokens=tokens,
-            num_return_sequences=samples,
             pad_token_id=pad,
-            **({"do_sample": False} | sampling),
+            do_sample=False,
         )
-        done = [tokenizer.decode(o[width:], skip_special_tokens=True) for o in out]
-        for number, prompt in enumerate(some):
-            tries = done[number * samples : (number + 1) * samples]
-            rates.append(pass_at_k(samples, sum(parses(prompt.head, t) for t in tries), 1))
-    return sum(rates) / len(rates)
+        done = (tokenizer.decode(o[width:], skip_special_tokens=True) for o in out)
+        good += sum(parses(prompt.head, text) for prompt, text in zip(some, done, strict=True))
+    return good / len(prompts)
 
 
 def excerpt_prompts(documents: Sequence[Tensor], window: int) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 from anybit.errors import InvalidInput, in_a_line, near
 from anybit.files.directory import without_nan, write_json
-from anybit.files.picture import check_picture
 
 TASKS = Path(__file__).with_name("tasks")
 OURS = tuple(sorted(path.stem for path in TASKS.glob("*.yaml")))
@@ -157,31 +156,3 @@ def show(result: Result) -> str:
 def write_results(results: Sequence[Result], path: Path) -> None:
     """Rows as JSON; an unknown error is null."""
     write_json(path, [without_nan(asdict(r)) for r in results])
-
-
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Bars with standard errors, one for each model; the format is the file's suffix."""
-    check_picture(path)
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys((r.task, r.metric) for r in results))
-    models = list(dict.fromkeys(r.model for r in results))
-    figure = Figure(figsize=(7, 1 + 0.32 * len(names) * len(models)), layout="constrained")
-    axes = figure.add_subplot()
-    thick = 0.8 / len(models)
-    for number, model in enumerate(models):
-        mine = {(r.task, r.metric): r for r in results if r.model == model}
-        rows = [(i, mine[name]) for i, name in enumerate(names) if name in mine]
-        axes.barh(
-            [i + (number - (len(models) - 1) / 2) * thick for i, _ in rows],
-            [r.value for _, r in rows],
-            thick * 0.9,
-            xerr=[0 if math.isnan(r.error) else r.error for _, r in rows],
-            label=model,
-        )
-    axes.set_yticks(range(len(names)), [f"{task}\n{metric}" for task, metric in names])
-    axes.invert_yaxis()
-    axes.set_xlabel("mean, with its standard error")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)

@@ -93,6 +93,6 @@ def encode(tokenizer: Any, text: Text) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def context_of(model: Any, default: int = 2048) -> int:
+def context_of(model: Any) -> int:
     """The longest sequence, in tokens, that the model was made for."""
-    return context(model) or default
+    return context(model) or 2048

@@ -77,11 +77,7 @@ def evaluate(
         dense = stored.to(candidate.device)
         hashes |= about["hashes"] | {"model": hashes["model"], "against": about["hashes"]["model"]}
         window = about["window"]
-        if window > candidate.context:
-            raise InvalidInput(
-                f"{against} was saved with windows of {window} tokens, and the context of "
-                f"{model} is {candidate.context}; compare with the dense model itself"
-            )
+        check_window(window, candidate, str(against), str(model))
     else:
         assert texts is not None
         if against:
@@ -96,14 +92,7 @@ def evaluate(
             about["words"] = some_words(dense or candidate, documents)
     if dense:
         check_words(candidate, about["words"], f"{model} and {against}")
-    scored: Any = candidate
-    if save:
-        if not isinstance(candidate, Transformers):
-            raise Unsupported(
-                "--save-reference keeps hidden states, which no other engine tells: give the dense "
-                "model's directory"
-            )
-        scored = Recorder(candidate.model, documents, counted, about)
+    scored: Any = recorder(candidate, documents, counted, about) if save else candidate
     on_device = [ids.to(candidate.device) for ids in documents]
     options: dict[str, Any] = {"window": window, "counted": counted}
     kept = (mask[1:] for mask in counted) if counted else (ids[1:] >= 0 for ids in documents)
@@ -125,22 +114,46 @@ def evaluate(
             likeliest = f"{candidate.told} likeliest tokens"
             scores["bound"] = f"KL of {likeliest} and the rest: no more than the whole"
         theirs = stored.written if stored else dense.continuations(prompts)
-        own = candidate.continuations(prompts) if theirs is not None and len(theirs) else None
-        if own is not None and theirs is not None:
-            means, intervals = writing(own, theirs)
-            scores |= means
-            scores["intervals"] |= intervals
+        means, intervals = compared(candidate, theirs, prompts)
+        scores |= means | {"intervals": scores["intervals"] | intervals}
     scores |= {"floor": about["floor"]} if "floor" in about else {}
     scores["seconds"] = round(time.monotonic() - begin, 1)
-    settings = {
-        "model": str(model),
-        "against": against and str(against),
-        "text": text and str(text),
-        "tokens": tokens,
-        "answers_only": answers_only,
-    }
+    settings: dict[str, Any] = {"model": str(model), "against": against and str(against)}
+    settings |= {"text": text and str(text), "tokens": tokens, "answers_only": answers_only}
     scores["receipt"] = {"settings": settings, "hashes": hashes} | circumstances(candidate)
     return without_nan(scores)
+
+
+def check_window(window: int, candidate: Candidate, against: str, model: str) -> None:
+    """Raise InvalidInput when a model cannot read as much at once as a stored pass did."""
+    if window > candidate.context:
+        raise InvalidInput(
+            f"{against} was saved with windows of {window} tokens, and the context of {model} is "
+            f"{candidate.context}; compare with the dense model itself"
+        )
+
+
+def compared(
+    candidate: Candidate, theirs: Tensor | None, prompts: Tensor
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `writing` finds; nothing where either side tells no tokens."""
+    own = candidate.continuations(prompts) if theirs is not None and len(theirs) else None
+    return ({}, {}) if own is None or theirs is None else writing(own, theirs)
+
+
+def recorder(
+    candidate: Candidate,
+    documents: list[Tensor],
+    counted: list[Tensor] | None,
+    about: dict[str, Any],
+) -> Recorder:
+    """What scores a model, and keeps its pass."""
+    if not isinstance(candidate, Transformers):
+        raise Unsupported(
+            "--save-reference keeps hidden states, which no other engine tells: give the dense "
+            "model's directory"
+        )
+    return Recorder(candidate.model, documents, counted, about)
 
 
 def tokenized(

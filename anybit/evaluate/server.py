@@ -16,10 +16,10 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate.candidate import LONGEST
 from anybit.evaluate.generation import WRITTEN
 from anybit.evaluate.perplexity import Likeliest
+from anybit.files.server import KEY, first_model, key_header, reached
 from anybit.files.texts import Text
 
 TOLD = 20  # likeliest tokens of a position: as many as vLLM tells by default
-KEY = "ANYBIT_API_KEY"
 
 Found = dict[int, tuple[float, str]]  # by token: log-probability and text
 
@@ -34,15 +34,11 @@ class Server:
     told: int | None = TOLD
 
     def __init__(self, url: str):
-        key = next(iter(os.environ.get(KEY, "").split()), None)
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url = url
-        models = self.ask("GET", "/v1/models")
-        try:
-            model = models["data"][0]
-            self.name = str(model["id"])
-        except (KeyError, IndexError, TypeError):
-            raise InvalidInput(f"{url} names no model in /v1/models") from None
+        self.headers, self.url = key_header(os.environ.get(KEY)), url
+        model = first_model(self.ask("GET", "/v1/models"))
+        if not model:
+            raise InvalidInput(f"{url} names no model in /v1/models")
+        self.name: str = model["id"]
         self.device = torch.device("cpu")
         self.context = int(model.get("max_model_len") or LONGEST + 1) - 1  # it writes one token
         self.hashes = {"server": self.name}
@@ -57,15 +53,10 @@ class Server:
         """
         import httpx
 
-        try:
+        with reached(self.url):
             got = httpx.request(
                 method, self.url + path, json=body, headers=self.headers, timeout=600
             )
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConnectionError(
-                f"no server answers at {self.url} ({error or type(error).__name__}); give its "
-                "address as http://HOST:PORT"
-            ) from None
         if got.status_code >= 400:
             key = f"; its key is read from {KEY}" if got.status_code == 401 else ""
             raise InvalidInput(

@@ -1,7 +1,6 @@
 """`anybit bench --report`: what was measured, and on what, as one file to attach to an issue."""
 
 import importlib.metadata
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -37,10 +36,8 @@ def run(
 
 def write(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     """Write a report, whole: the machine, versions, verdicts of self-tests, and every row."""
-    unfinished = path.with_name(path.name + f".{os.getpid()}")
     measured = [without_nan(asdict(row)) for row in rows]
-    write_json(unfinished, {"anybit": __version__, **machine(device), "rows": measured})
-    unfinished.replace(path)
+    write_json(path, {"anybit": __version__, **machine(device), "rows": measured})
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from anybit.nn.multiplier import Keep
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
 from anybit.nn.quantized import Quantized
 from anybit.nn.tied import (
+    check_ties,
     output_embeddings,
     sharing_heads,
     tie_again,
@@ -147,14 +148,7 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
         InvalidInput: As `resolve` does, and for a layer whose weight is tied to another's.
     """
     schemes = schemes_in(model, full_plan(model, spec))
-    tied, sharing = tied_layers(model), sharing_heads(model, schemes)
-    for name in reversed(schemes):  # embeddings are the last
-        if name in tied and name not in {*sharing, *sharing.values()}:
-            raise InvalidInput(
-                f"{name} shares its weight with {tied[name]}; keep it: {{'*': ..., '{name}': "
-                "None}. `anybit quantize` gives a weight of its own to a head that shares "
-                "the embeddings' alone"
-            )
+    check_ties(schemes, tied_layers(model), sharing_heads(model, schemes))
     return schemes
 
 

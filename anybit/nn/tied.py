@@ -1,12 +1,13 @@
 """Layers that share their weight with another module, and heads that get one of their own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from anybit.core.scheme import parse_scheme
+from anybit.errors import InvalidInput
 
 
 def output_embeddings(model: nn.Module) -> set[str]:
@@ -91,6 +92,25 @@ def sharing_heads(model: nn.Module, schemes: Mapping[str, str | None]) -> dict[s
         for name, words in heads.items()
         if formats.get(name) and formats[name] == formats.get(words)
     }
+
+
+def check_ties(
+    schemes: Iterable[str], shared: Mapping[str, str], sharing: Mapping[str, str]
+) -> None:
+    """Raise InvalidInput for a layer to quantize that has its weight from another.
+
+    Args:
+        schemes: The layers, embeddings last.
+        shared: The others, by name.
+        sharing: Heads that go on sharing codes, of `sharing_heads`.
+    """
+    for name in reversed([*schemes]):
+        if name in shared and name not in {*sharing, *sharing.values()}:
+            raise InvalidInput(
+                f"{name} shares its weight with {shared[name]}; untie them first, as `anybit "
+                f"quantize` does where a head alone shares it, or keep it: {{'*': ..., '{name}': "
+                "None}"
+            )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A format for every layer, under a budget of memory or predicted time.
+"""A format for every layer, under a budget of bits.
 
 Layers differ in how much a rounding error of theirs costs the model. For each layer and format the
 KL divergence from the dense model is predicted to second order, and a knapsack then spends the
@@ -26,13 +26,11 @@ from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.formats.presets import CANDIDATES
-from anybit.nn.experts import Experts, of_all_experts
+from anybit.nn.experts import of_all_experts
 from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
 from anybit.nn.plan import is_head
 from anybit.nn.tied import tied_heads
 from anybit.planning.allocation import Allocation, Group, Option
-from anybit.planning.cost_model import cost, instructions, operand_of
-from anybit.planning.gpus import Device, gpu
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
@@ -49,7 +47,6 @@ HEAD = "int8"  # less than 0.0002 nats on models/pico (benchmarks/results/cpu_he
 PROBE = 16  # tokens that show, without text, which layers read the same input
 SAMPLE = 128  # rows that stand for all where quantizing takes long: a block of any rotation
 SLACK = 1e-12  # of a budget, by which its sums are rounded
-TURN = 4  # bytes that a rotation moves of each number of 16 bits
 
 # (layer, its weight (N, K), format, statistics of its inputs) -> loss
 Loss = Callable[[str, Tensor, Format, Statistics], float]
@@ -58,17 +55,14 @@ Loss = Callable[[str, Tensor, Format, Statistics], float]
 def plan_formats(
     model: nn.Module,
     calibration: Source | Calibration | None,
-    bits: float | None = None,
+    bits: float,
     *,
-    seconds: float | None = None,
     candidates: Sequence[str] = CANDIDATES,
     quantizer: Quantizer | None = None,
-    device: str = "h200",
-    tokens: int = 1,
     head: str | None = HEAD,
     show_progress: bool | None = None,
 ) -> Allocation:
-    """Choose a format per layer of least predicted loss under a budget: bits, or seconds.
+    """Choose a format per layer of least predicted loss under a budget of bits.
 
     The error of quantized activations (`@int8`) is not predicted.
 
@@ -77,12 +71,8 @@ def plan_formats(
         calibration: Texts, token ids or a file, or a `Calibration` that says more about them. None
             plans by the errors of the weights alone, which predicts much less.
         bits: The budget as stored bits of a weight, on average over the layers, scales included.
-        seconds: The budget as predicted time of all layers in a forward pass of `tokens` tokens on
-            `device`, by `planning.cost_model`. Give one of both budgets.
         candidates: Schemes to choose from. A layer that a format cannot store does without it.
         quantizer: The one that will be used, whose own data is ignored; `Clip()` by default.
-        device: A usual name of a GPU of `gpus.DEVICES`.
-        tokens: In one forward pass, for predicted times.
         head: The output head's format, which the budget does not count; None keeps it. A head that
             shares the embeddings' weight is kept: codes of its own would take more memory.
         show_progress: As in `quantize_`.
@@ -91,27 +81,24 @@ def plan_formats(
         The choice; its `plan` goes to `quantize_`.
 
     Raises:
-        InvalidInput: The budget is below the smallest choice (which is named), there is not one
-            budget, the device is unknown, the model has no dense layers, no candidate can store a
-            layer, the data does not fit the model, or the quantizer has gradients=True.
+        InvalidInput: The budget is below the smallest choice (which is named), the model has no
+            dense layers, no candidate can store a layer, the data does not fit the model, or the
+            quantizer has gradients=True.
     """
     quantizer = quantizer or Clip()
     check_quantizer(quantizer, calibration is not None)
-    if (bits is None) == (seconds is None):
-        raise InvalidInput("give one budget: bits=4.5, or seconds=50e-6")
-    if bits is not None and not 0 < bits <= 16:
+    if not 0 < bits <= 16:
         raise InvalidInput(
             f"bits={bits:g} is not a budget; an unquantized weight has 16, give fewer"
         )
-    rates = gpu(device)
     with taken_apart(model):
         dense = dense_layers(model)
         names = layers_to_plan(model, dense)
-        if bits is not None:  # what needs no measuring: the fewest bits of each layer by itself
-            shapes = [dense[name] for name in names]
-            weights = sum(map(math.prod, shapes))
-            fewest = sum((min(bits_of(candidates, shape), default=0.0) for shape in shapes), 0.0)
-            check_budget(bits * weights, fewest, weights, "bits", candidates)
+        shapes = [dense[name] for name in names]
+        weights = sum(map(math.prod, shapes))
+        # What needs no measuring: the fewest bits of each layer by itself.
+        fewest = sum((min(bits_of(candidates, shape), default=0.0) for shape in shapes), 0.0)
+        check_budget(bits, fewest / weights, candidates)
         heads = () if head is None else heads_of(model, dense, head)
         needs: tuple[str, ...] = ()
         if calibration is None:
@@ -124,40 +111,26 @@ def plan_formats(
             inside = [name for name in names if name.startswith(f"{prefix}.")]
             gradients = squared_gradients(model, inside, ids, show_progress)
             loss = partial(predicted_kl, quantizer, gradients)
-        seconds_of = partial(predicted_seconds, device=rates, tokens=tokens)
-        busy = busy_experts(model, tokens)
-        groups = sensitivities(
-            model, names, ids, candidates, loss, needs, seconds_of, busy, show_progress
-        )
-    if seconds is not None:
-        budget, unit, what = seconds, 1e-6, "us"
-        costs = [[o.seconds for o in g.options] for g in groups]
-    else:
-        assert bits is not None
-        unit, what = float(sum(g.weights for g in groups)), "bits"
-        budget, costs = bits * unit, [[o.bits for o in g.options] for g in groups]
-    check_budget(budget, sum(map(min, costs)), unit, what, candidates)
-    chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], budget)
+        groups = sensitivities(model, names, ids, candidates, loss, needs, show_progress)
+    costs = [[o.bits for o in g.options] for g in groups]
+    check_budget(bits, sum(map(min, costs)) / weights, candidates)
+    chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], bits * weights)
     planned = Allocation(
         tuple(groups),
         tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)),
-        f"{budget / unit:g} {what}",
+        f"{bits:g} bits",
         "weight error" if calibration is None else "KL",
         heads,
-        None if seconds is None else rates.name,
     )
-    return or_uniform(planned, budget, lambda it: it.bits * unit if seconds is None else it.seconds)
+    return or_uniform(planned, bits)
 
 
-def or_uniform(
-    planned: Allocation, budget: float, cost: Callable[[Allocation], float]
-) -> Allocation:
+def or_uniform(planned: Allocation, bits: float) -> Allocation:
     """The plan, or one format for all layers where that is within the budget and loses less.
 
     It may be: `knapsack` rounds costs up, so what takes the whole budget is none of its choices.
     """
-    limit = budget * (1 + SLACK)
-    one = [it for it in planned.uniform() if cost(it) <= limit]
+    one = [it for it in planned.uniform() if it.bits <= bits * (1 + SLACK)]
     return replace(planned, chosen=min([planned, *one], key=lambda it: it.loss).chosen)
 
 
@@ -195,15 +168,12 @@ def bits_of(candidates: Sequence[str], shape: tuple[int, ...]) -> list[float]:
     return [f.bits_per_weight((n, k)) * n * k for f in formats if fits(f, (n, k))]
 
 
-def check_budget(
-    budget: float, least: float, unit: float, what: str, candidates: Sequence[str]
-) -> None:
-    """InvalidInput if not even the smallest choice is within the budget."""
-    if not budget >= least:  # nor is NaN
+def check_budget(bits: float, least: float, candidates: Sequence[str]) -> None:
+    """InvalidInput if not even the smallest choice is within the budget, in bits of a weight."""
+    if bits < least:
         raise InvalidInput(
-            f"a budget of {budget / unit:g} {what} is below the smallest choice of these formats, "
-            f"{least / unit:.3f} {what}; raise it, or offer smaller formats than "
-            f"{', '.join(candidates)}"
+            f"a budget of {bits:g} bits is below the smallest choice of these formats, "
+            f"{least:.3f} bits; raise it, or offer smaller formats than {', '.join(candidates)}"
         )
 
 
@@ -303,8 +273,6 @@ def sensitivities(
     candidates: Sequence[str],
     loss: Loss,
     needs: tuple[str, ...],
-    seconds_of: Callable[[str, tuple[int, int]], float],
-    busy: float,
     show_progress: bool | None,
 ) -> list[Group]:
     """Predict the loss of each candidate for each group of a decoder's layers.
@@ -318,8 +286,6 @@ def sensitivities(
         candidates: Schemes to choose from.
         loss: Of one layer in one format.
         needs: The statistics that it needs.
-        seconds_of: (scheme, (N, K)) -> predicted seconds of one product.
-        busy: Fraction of the experts that a forward pass reads.
         show_progress: As in `quantize_`.
 
     Returns:
@@ -338,15 +304,13 @@ def sensitivities(
                 for patterns, readers in same_input(own, statistics).items():
                     layers = {start + name: linear_at(block, name) for name in readers}
                     inputs = [statistics[name] for name in readers]
-                    options = options_of(layers, inputs, candidates, loss, seconds_of)
+                    options = options_of(layers, inputs, candidates, loss)
                     if not options:
                         raise InvalidInput(
                             f"{start}{readers[0]}: none of {', '.join(candidates)} can store a "
                             f"weight of {tuple(linear_at(block, readers[0]).weight.shape)}; offer "
                             "another format"
                         )
-                    if patterns != tuple(readers):
-                        options = tuple(replace(o, seconds=o.seconds * busy) for o in options)
                     weights = sum(layer.weight.numel() for layer in layers.values())
                     groups.append(Group(tuple(start + n for n in patterns), weights, options))
                 runner.advance(index)
@@ -373,21 +337,11 @@ def same_input(
     return out
 
 
-def busy_experts(model: nn.Module, tokens: int) -> float:
-    """The share of experts that a forward pass of so many tokens reads, if all are as likely."""
-    counts = {len(m) for m in model.modules() if isinstance(m, Experts)}
-    top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
-    if not counts or top_k is None:
-        return 1.0
-    return 1 - (1 - top_k / max(counts)) ** tokens
-
-
 def options_of(
     layers: Mapping[str, nn.Linear],
     statistics: Sequence[Statistics],
     candidates: Sequence[str],
     loss: Loss,
-    seconds_of: Callable[[str, tuple[int, int]], float],
 ) -> tuple[Option, ...]:
     """What each candidate costs all the layers together."""
     out = []
@@ -401,7 +355,7 @@ def options_of(
             for (name, layer), one in zip(layers.items(), statistics, strict=True)
         ]
         bits = sum(fmt.bits_per_weight(shape) * shape[0] * shape[1] for shape in shapes)
-        out.append(Option(scheme, bits, sum(seconds_of(scheme, s) for s in shapes), sum(losses)))
+        out.append(Option(scheme, bits, sum(losses)))
     return tuple(out)
 
 
@@ -465,21 +419,6 @@ def knapsack(costs: list[list[float]], losses: list[list[float]], budget: float)
         out.append(option)
         at -= int(np.ceil((group[option] - floor) / step - 1e-9))
     return out[::-1]
-
-
-def predicted_seconds(scheme: str, shape: tuple[int, int], device: Device, tokens: int) -> float:
-    """Time of one product by the cost model; decoding is free where no kernel was counted.
-
-    A rotation of inputs or outputs takes the time in which they are read and written.
-    """
-    try:
-        alpha = instructions(scheme)
-    except (ValueError, ImportError):
-        alpha = 0.0
-    fmt, (n, k) = parse_scheme(scheme)[0], shape
-    product = cost(device, tokens, n, k, fmt.bits_per_weight(shape), operand_of(scheme), alpha)
-    turned = k * ("k" in fmt.rotate) + n * ("n" in fmt.rotate)
-    return product.seconds + tokens * turned * TURN / device.bandwidth
 
 
 def fits(fmt: Format, shape: tuple[int, int]) -> bool:

@@ -14,13 +14,11 @@ class Option:
     Attributes:
         scheme: The format, and the activations' dtype if they are quantized.
         bits: Stored bits of all weights of the group, scales included.
-        seconds: Predicted time of the group's products in one forward pass.
         loss: What it costs in accuracy, in the measure of the `Allocation`.
     """
 
     scheme: str
     bits: float
-    seconds: float
     loss: float
 
 
@@ -50,7 +48,6 @@ class Allocation:
         measure: What losses are: "KL", predicted nats per token, or "weight error", squared errors
             of the weights over their squares, summed over layers.
         heads: Output heads and their formats, which the budget does not count.
-        device: The GPU whose time is the budget; None: bits are.
     """
 
     groups: tuple[Group, ...]
@@ -58,7 +55,6 @@ class Allocation:
     budget: str
     measure: str
     heads: tuple[tuple[str, str], ...] = ()
-    device: str | None = None
 
     @property
     def plan(self) -> dict[str, str | None]:
@@ -77,11 +73,6 @@ class Allocation:
     def bits(self) -> float:
         """Stored bits of a weight, scales included."""
         return sum(o.bits for o in self.chosen) / sum(g.weights for g in self.groups)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted time of all layers in one forward pass."""
-        return sum(option.seconds for option in self.chosen)
 
     @property
     def loss(self) -> float:
@@ -111,16 +102,12 @@ class Allocation:
             )
         lines += [f"{name:48} {scheme:22} (beside the budget)" for name, scheme in self.heads]
         lines.append("")
-        time = f" {f'us, {self.device}':>14}" if self.device else ""
-        lines.append(f"{'whole model, predicted':48} {'':22} {'bits':>6} {loss}{time}")
+        lines.append(f"{'whole model, predicted':48} {'':22} {'bits':>6} {loss}")
         for name, it in [
             (f"this plan ({self.budget})", self),
             *((u.budget, u) for u in self.uniform()),
         ]:
-            lines.append(
-                f"{name:48} {'':22} {it.bits:6.3f} {it.loss * 1000:{wide}.3f}"
-                + (f" {it.seconds * 1e6:14.2f}" if self.device else "")
-            )
+            lines.append(f"{name:48} {'':22} {it.bits:6.3f} {it.loss * 1000:{wide}.3f}")
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:

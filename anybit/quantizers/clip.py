@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anybit.core.format import Format, Grid
 from anybit.core.groups import extremes, groups_of, round_scale
-from anybit.quantizers.rtn import CHUNK, RTN
+from anybit.quantizers.rtn import CHUNK, RTN, grid_rows
 
 FACTORS = tuple(1 - 0.05 * step for step in range(14))  # of the range: 1 down to 0.35
 STRETCH = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15)  # of a scale that is no range (codebooks)
@@ -83,13 +83,10 @@ def group_errors(
     """Sum of squared errors (N, groups) of rounding w to the grid."""
     n, k = w.shape
     step = max(1, CHUNK // k) if w.device.type == "cpu" else n
-    entries, sums = fmt.entries(), []
+    sums = []
     for start in range(0, n, step):
         rows = w[start : start + step]
-        part = {
-            name: tensor if entries[name].table else tensor[start : start + step]
-            for name, tensor in grid.items()
-        }
+        part = grid_rows(fmt, grid, slice(start, start + step))
         error = (fmt.decode(fmt.encode(rows, part), part) - rows).square_()
         if importance is not None:
             error *= importance

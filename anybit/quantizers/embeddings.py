@@ -36,18 +36,13 @@ def apart(model: nn.Module, schemes: Mapping[str, str]) -> tuple[dict[str, str],
     return {name: s for name, s in schemes.items() if name not in others}, others
 
 
-def quantize_embeddings(
-    model: nn.Module, schemes: Mapping[str, str], quantizer: Quantizer
-) -> dict[str, str]:
+def quantize_embeddings(model: nn.Module, schemes: Mapping[str, str], quantizer: Quantizer) -> None:
     """Quantize embeddings, and heads that share their weights, in place.
 
     Args:
         model: Unquantized.
         schemes: Of these, as `apart` finds them.
         quantizer: As in `quantize_embedding`.
-
-    Returns:
-        The embeddings by the names of their heads.
     """
     heads = sharing_heads(model, schemes)
     for name, scheme in schemes.items():
@@ -63,4 +58,3 @@ def quantize_embeddings(
         shared = QuantLinear.instead_of(linear_at(model, head), owner.packed, activation)
         shared.share(owner)
         replace(model, head, shared)
-    return heads

@@ -81,19 +81,12 @@ def pv_tune(
     """
     for given in (model, dense):
         check_module(given, "pv_tune")
-    if not any(isinstance(m, QuantLinear) for m in model.modules()):
-        raise InvalidInput("the model has no quantized layers to tune; call quantize_ first")
     if not (0 <= share <= 1 and every >= 1 and batch >= 1 and steps >= 1):
         raise InvalidInput(
             f"share={share} must be in 0..1; every={every}, batch={batch} and steps={steps} 1 or "
             "more"
         )
-    for name, layer in model.named_modules():
-        if share and isinstance(layer, QuantLinear) and layer.format.window:
-            raise InvalidInput(
-                f"{name}: single codes of format {layer.format.spec!r} cannot change, because "
-                "other weights depend on them; pass share=0, which tunes scales and norms"
-            )
+    check_tunable(model, share > 0)
     if not isinstance(calibration, Calibration):
         calibration = Calibration(calibration)
     ids = calibration.tokens(dense)
@@ -111,10 +104,7 @@ def pv_tune(
 
     model.eval(), dense.eval()
     try:
-        with (
-            progress("tuning", steps, show_progress) as done,
-            Tuning(model, rate, steps) as tuning,
-        ):
+        with progress("tuning", steps, show_progress) as done, Tuning(model, rate, steps) as tuning:
             for number, rows in enumerate(epochs(len(ids), batch, steps, seed)):
                 loss = loss_on(*sample_of(rows))
                 tuning.step(loss, keep=share > 0)
@@ -132,6 +122,19 @@ def pv_tune(
     finally:
         model.train(training[0]), dense.train(training[1])
     return losses
+
+
+def check_tunable(model: nn.Module, codes: bool) -> None:
+    """Raise InvalidInput unless a model's layers can be tuned, and their codes if so wanted."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    if not layers:
+        raise InvalidInput("the model has no quantized layers to tune; call quantize_ first")
+    for name, layer in layers.items():
+        if codes and layer.format.window:
+            raise InvalidInput(
+                f"{name}: single codes of format {layer.format.spec!r} cannot change, because "
+                "other weights depend on them; pass share=0, which tunes scales and norms"
+            )
 
 
 def tune_block(

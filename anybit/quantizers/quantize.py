@@ -31,7 +31,14 @@ from anybit.nn.model import (
     under_all_names,
 )
 from anybit.nn.plan import Plan, Spec
-from anybit.nn.tied import forget_ties, shared_weights, sharing_heads, untied, untied_heads
+from anybit.nn.tied import (
+    check_ties,
+    forget_ties,
+    shared_weights,
+    sharing_heads,
+    untied,
+    untied_heads,
+)
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
@@ -100,14 +107,9 @@ def quantize_(
     linear, others = apart(model, schemes)
     sharing = sharing_heads(model, schemes)
     with restored_on_error(model), untied(model, heads), under_all_names(model):
-        shared = shared_weights(model)
+        check_ties(schemes, shared_weights(model), sharing)
         take_apart(model, linear)
         for name in reversed(schemes):  # embeddings are the last
-            if name in shared and name not in {*sharing, *sharing.values()}:
-                raise InvalidInput(
-                    f"{name} shares its weight with {shared[name]}; untie them first, or keep it: "
-                    f"{{'*': ..., '{name}': None}}"
-                )
             check_real(cast(Tensor, model.get_submodule(name).weight), name)
         for name, parameter in model.named_parameters():
             check_finite(parameter, name)

@@ -21,7 +21,7 @@ from anybit.serve.texts import Words
 class Failed(Exception):
     """The engine ended a text before its time."""
 
-    def __init__(self, delta: Delta | Completion):
+    def __init__(self, delta: Delta):
         status = 400 if (delta.error or "").startswith(STUCK) else 500
         self.status = 503 if delta.finish == "abort" else status
         super().__init__(delta.error or "the server is shutting down")

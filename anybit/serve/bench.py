@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import check_folder, write_json
 from anybit.files.picture import check_picture
+from anybit.files.server import first_model, key_header, reached
 
 if TYPE_CHECKING:
     import httpx
@@ -242,10 +243,7 @@ def run(
         check_folder(report)
     if picture:
         check_picture(picture)
-    api_key = next(iter((api_key or "").split()), None)
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise InvalidInput("the API key holds characters that no header can")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = key_header(api_key)
 
     async def one(load: Load, model: str) -> list[Seen]:
         limits = httpx.Limits(max_connections=None)
@@ -255,7 +253,7 @@ def run(
             return await put(load, client, model, largest_token)
 
     rows: list[dict[str, Any]] = []
-    try:
+    with reached(url):
         before, model = drafts(url, headers), served(url, headers)
         for load in loads:
             start = time.perf_counter()
@@ -269,11 +267,6 @@ def run(
                 show(HEAD)
             rows.append({"rate_per_s": load.rate, "streams": load.streams} | row)
             show(line(load, row))
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ConnectionError(
-            f"no server answers at {url} ({error or type(error).__name__}); start one with "
-            "`anybit serve DIR`, and give its address as http://HOST:PORT"
-        ) from None
     drafted, accepted = (b - a for a, b in zip(before, drafts(url, headers), strict=True))
     if drafted:
         show(f"drafts: {accepted:,.0f} of {drafted:,.0f} tokens taken")
@@ -323,9 +316,10 @@ def served(url: str, headers: dict[str, str]) -> str:
     import httpx
 
     try:
-        return str(httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
+        models = httpx.get(f"{url}/v1/models", headers=headers).json()
+    except ValueError:
         return ""
+    return str(first_model(models).get("id", ""))
 
 
 def drafts(url: str, headers: dict[str, str]) -> tuple[float, float]:

@@ -14,9 +14,9 @@ import typer
 
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_text
+from anybit.files.server import KEY
 from anybit.progress import say
 from anybit.serve.options import (
-    KEY,
     SECURITY,
     ApiKeys,
     ChatTemplate,

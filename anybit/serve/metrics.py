@@ -54,17 +54,13 @@ class Metrics(Observer):
             ("num_requests_waiting", "Sequences in the queue", len(scheduler.waiting)),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", scheduler.blocks.usage),
         ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", what, labels=["model_name"])
-            gauge.add_metric([self.model], value)
-            yield gauge
+            yield family(GaugeMetricFamily, f"vllm:{name}", what, value, model_name=self.model)
         blocks = scheduler.blocks
-        labels = {
-            "model_name": self.model, "cache_dtype": self.kv_cache,
-            "block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.count),
-        }  # fmt: skip
-        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=list(labels))
-        info.add_metric(list(labels.values()), 1)
-        yield info
+        yield family(
+            GaugeMetricFamily, "vllm:cache_config_info", "The KV cache", 1, model_name=self.model,
+            cache_dtype=self.kv_cache, block_size=str(blocks.block_size),
+            num_gpu_blocks=str(blocks.count),
+        )  # fmt: skip
         for name, what, value in (
             ("prompt_tokens", "Prompt tokens of sequences that have started", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
@@ -75,19 +71,14 @@ class Metrics(Observer):
             ("prefix_cache_queries", "Prompt tokens looked up", scheduler.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the cache", scheduler.prefix_hits),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", what, labels=["model_name"])
-            counter.add_metric([self.model], value)
-            yield counter
+            yield family(CounterMetricFamily, f"vllm:{name}", what, value, model_name=self.model)
         compiled, captured = after_ready(self.engine)
         for name, what, value in (
             ("compilations", "Kernels compiled or loaded", compiled),
             ("captures", "Graphs captured", captured),
         ):
-            counter = CounterMetricFamily(
-                f"anybit:{name}_after_ready", f"{what} since the server was ready"
-            )
-            counter.add_metric([], value)
-            yield counter
+            what = f"{what} since the server was ready"
+            yield family(CounterMetricFamily, f"anybit:{name}_after_ready", what, value)
         ended = CounterMetricFamily(
             "vllm:request_success",
             "Ended sequences, by reason",
@@ -102,3 +93,16 @@ class Metrics(Observer):
             f"vllm:{name}", what, ["model_name"], registry=self.registry, buckets=buckets
         )
         return histogram.labels(self.model)
+
+
+def family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    what: str,
+    value: float,
+    **labels: str,
+) -> Metric:
+    """A metric of one number."""
+    out = kind(name, what, labels=list(labels))
+    out.add_metric(list(labels.values()), value)
+    return out

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-KEY = "ANYBIT_API_KEY"
+from anybit.files.server import KEY
+
 # Groups of options in --help.
 MODEL, LIMITS, SECURITY, ADVANCED = "Model", "Limits", "Security", "Advanced"
 MODEL_HELP = "a directory, a GGUF file, or ORG/NAME of the hub, with @REVISION or :Q4_K_M (GGUF)."

@@ -28,7 +28,7 @@ def tables() -> dict[str, str]:
 def means(found: list[efficiency.Cell], tokens: list[int]) -> str:
     """Geometric means of the speed over cuBLAS, and the cells that are slower than it."""
     titles, rows = efficiency.table(found, tokens)
-    return markdown(titles[:-2], [row[:-2] for row in rows])
+    return markdown(titles, rows)
 
 
 def about(rows: list[bench.Row], found: list[efficiency.Cell]) -> str:

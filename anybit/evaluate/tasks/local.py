@@ -46,7 +46,7 @@ def docstrings(**metadata: Any) -> dict[str, Any]:
 
 def docstring_rouge(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     first = " ".join(results[0].split('"""')[0].split("\n\n")[0].split())
-    return {"rougeL": rouge_l([first], [doc["summary"]])}
+    return {"rougeL": rouge_l(first, doc["summary"])}
 
 
 def next_lines(**metadata: Any) -> dict[str, Any]:

@@ -85,13 +85,7 @@ def calibrate(
     """
     data = calibration.data(model)
     lists = block_lists(model, list(schemes))
-    if calibration.kv_scales and len(lists) > 1:
-        raise InvalidInput(
-            f"kv_scales: {type(model).__name__} is an encoder-decoder, and scales are of decoders' "
-            "caches; leave it out"
-        )
-    if "gradients" in quantizer.needs:
-        refuse_gradients(model, data, len(lists) > 1)
+    check_model(model, quantizer, calibration, data, several=len(lists) > 1)
     settings = settings_of(model, schemes, quantizer, calibration, data, stored)
     config = getattr(model, "config", None)
     finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
@@ -116,12 +110,8 @@ def calibrate(
         gradients = dict[str, Gradients]()
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
             names = unfinished(schemes, lists[0], finished)
-            if names:
-                with ExitStack() as whole:
-                    for index, block in enumerate(lists[0].modules if stored else ()):
-                        assert stored is not None
-                        whole.enter_context(stored.loaded(block, f"{lists[0].name}.{index}."))
-                    gradients = output_gradients(model, names, data, show_progress)
+            with all_loaded(lists[0], stored if names else None):
+                gradients = output_gradients(model, names, data, show_progress) if names else {}
         with progress("calibrating", sum(weights.values()), show_progress) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
                 for index, block in enumerate(found.modules):
@@ -150,13 +140,47 @@ def calibrate(
                 few |= quantize_rest(model, outside, quantizer, runners[-1], beside[-1], gradients)
                 step(sum(weights[name] for name in outside))
     if few:
-        listed = ", ".join(f"{name} ({tokens})" for name, tokens in list(few.items())[:8])
-        warnings.warn(
-            f"{len(few)} layers saw fewer calibration tokens than they have inputs (K), so they "
-            f"are calibrated badly, or at 0 tokens rounded to nearest: {listed}"
-            f"{', ...' if len(few) > 8 else ''}. Give more data",
-            stacklevel=3,
+        warnings.warn(words_on(few), stacklevel=3)
+
+
+def check_model(
+    model: nn.Module,
+    quantizer: Quantizer,
+    calibration: Calibration,
+    data: Tensor | list[dict[str, Tensor]],
+    several: bool,
+) -> None:
+    """Raise InvalidInput for what a model has not: scales of a cache, or gradients.
+
+    several: whether it is an encoder-decoder.
+    """
+    if calibration.kv_scales and several:
+        raise InvalidInput(
+            f"kv_scales: {type(model).__name__} is an encoder-decoder, and scales are of decoders' "
+            "caches; leave it out"
         )
+    if "gradients" in quantizer.needs:
+        refuse_gradients(model, data, several)
+
+
+def words_on(few: Mapping[str, int]) -> str:
+    """What to say of layers that saw few tokens."""
+    listed = ", ".join(f"{name} ({tokens})" for name, tokens in list(few.items())[:8])
+    return (
+        f"{len(few)} layers saw fewer calibration tokens than they have inputs (K), so they "
+        f"are calibrated badly, or at 0 tokens rounded to nearest: {listed}"
+        f"{', ...' if len(few) > 8 else ''}. Give more data"
+    )
+
+
+@contextmanager
+def all_loaded(found: Blocks, stored: StoredBlocks | None) -> Iterator[None]:
+    """Inside, all blocks have their weights, on the CPU."""
+    with ExitStack() as whole:
+        for index, block in enumerate(found.modules if stored else ()):
+            assert stored is not None
+            whole.enter_context(stored.loaded(block, f"{found.name}.{index}."))
+        yield
 
 
 def unfinished(schemes: Mapping[str, str], found: Blocks, finished: FinishedBlocks) -> list[str]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.directory import read_json
+from anybit.files.directory import read_json, write_json
 from anybit.files.safetensors import ShardWriter, read_header
 from anybit.nn.experts import published, unpublished
 from anybit.nn.linear import QuantLinear
@@ -50,9 +49,7 @@ class FinishedBlocks:
         if path.is_file():
             check_same(self.folder, read_json(path), settings)
             return
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-        os.replace(temporary, path)
+        write_json(path, settings)
 
     def path(self, index: int) -> Path | None:
         """The file of block `index`; None when nothing is kept."""
@@ -145,9 +142,9 @@ def difference(then: str, now: str) -> str:
     return ", ".join([*kinds[:3], *(["..."] if kinds[3:] else [])])
 
 
-def shortened(text: str, limit: int = 160) -> str:
+def shortened(text: str) -> str:
     """A text that is no longer than a line or two."""
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= 160 else f"{text[:160]}..."
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
