@@ -21,7 +21,7 @@ from anybit.evaluate.candidate import (
     some_words,
 )
 from anybit.evaluate.corpus import held_out_text, prose
-from anybit.evaluate.generation import excerpt_prompts
+from anybit.evaluate.generation import greedy_prompts
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import figures, file_hash, token_hash, writing
 from anybit.evaluate.reference import Recorder, is_stored, read_reference
@@ -109,11 +109,11 @@ def evaluate(
     kept = (mask[1:] for mask in counted) if counted else (ids[1:] >= 0 for ids in documents)
     with progress("scoring", sum(int(mask.sum()) for mask in kept)) as step:
         got = measure(scored, on_device, dense=dense, step=step, **options)
-    prompts = excerpt_prompts(documents, window)
+    prompts, count = greedy_prompts(documents, counted, window)
     if save:
         recorded = scored.reference().to(candidate.device)
         about["floor"] = floor(candidate, on_device, recorded, options)
-        recorded.written = candidate.continuations(prompts)
+        recorded.written = candidate.continuations(prompts, count)
         recorded.save(save)
     elif dense and not stored:
         about["floor"] = floor(dense, on_device, one_by_one(dense), options)
@@ -124,10 +124,10 @@ def evaluate(
         if candidate.told:
             likeliest = f"{candidate.told} likeliest tokens"
             scores["bound"] = f"KL of {likeliest} and the rest: no more than the whole"
-        theirs = stored.written if stored else dense.continuations(prompts)
-        own = candidate.continuations(prompts) if theirs is not None and len(theirs) else None
+        theirs = stored.written if stored else dense.continuations(prompts, count)
+        own = candidate.continuations(prompts, count) if theirs is not None and prompts else None
         if own is not None and theirs is not None:
-            means, intervals = writing(own, theirs)
+            means, intervals = writing(own, theirs, answers=counted is not None)
             scores |= means
             scores["intervals"] |= intervals
     scores |= {"floor": about["floor"]} if "floor" in about else {}
