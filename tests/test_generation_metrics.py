@@ -12,8 +12,8 @@ import anybit
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.generation import (
     continuations,
-    excerpt_prompts,
     function_prompts,
+    greedy_prompts,
     parse_rate,
     parses,
     repeated,
@@ -90,12 +90,24 @@ def test_rouge_l_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_prompts_are_whole_pieces_of_documents_evenly_spaced() -> None:
     documents = [torch.arange(1000, 1000 + 64 * 40 + 63), torch.arange(50), torch.arange(64)]
-    got = excerpt_prompts(documents, 128)
-    assert got.shape == (16, 64)
+    prompts, count = greedy_prompts(documents, None, 128)
+    got = torch.stack(prompts)
+    assert (*got.shape, count) == (16, 64, 64)
     assert got[:, 0].tolist() == [*(1000 + 64 * (n * 40 // 15) for n in range(15)), 0]
     assert (got.diff(dim=1) == 1).all()
-    assert excerpt_prompts(documents, 127).shape == (0, 64)  # no room for what is written
-    assert excerpt_prompts([torch.arange(63)], 512).shape == (0, 64)
+    assert greedy_prompts(documents, None, 127)[0] == []  # no room for what is written
+    assert greedy_prompts([torch.arange(63)], None, 512)[0] == []
+
+
+def test_prompts_of_conversations_are_what_comes_before_the_first_answer() -> None:
+    documents = [torch.arange(9), torch.arange(10, 15), torch.arange(20, 26), torch.arange(40)]
+    counted = [torch.zeros(len(ids), dtype=torch.bool) for ids in documents]
+    counted[0][3:5] = counted[0][7:] = counted[1][0] = counted[3][30:] = True
+    prompts, count = greedy_prompts(documents, counted, 256 + 29)
+    # Without an answer, with nothing before it, and without room: none.
+    assert [ids.tolist() for ids in prompts] == [[0, 1, 2]]
+    assert count == 256
+    assert len(greedy_prompts(documents, counted, 256 + 30)[0]) == 2
 
 
 def test_tokens_before_the_first_difference_and_repetition_of_known_texts() -> None:
@@ -112,14 +124,19 @@ def test_continuations_are_greedy_and_end_where_the_model_ends() -> None:
     model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
     prompts = torch.randint(5, 200, (3, 64), generator=torch.Generator().manual_seed(0))
     model.generation_config.eos_token_id = None
-    got = continuations(model, prompts)
+    got = continuations(model, [*prompts], 64)
     with torch.inference_mode():
         logits = model(torch.cat((prompts, got), 1)).logits[:, 63:-1]
     assert (logits.gather(2, got[..., None])[..., 0] >= logits.amax(2) - 1e-3).all()
     model.generation_config.update(repetition_penalty=1.8, do_sample=True, top_k=5)
-    assert torch.equal(continuations(model, prompts), got)
+    assert torch.equal(continuations(model, [*prompts], 64), got)
+    shorter = continuations(model, [prompts[0], prompts[1, 40:]], 20)  # beside a longer one
+    assert torch.equal(shorter[0], got[0, :20])
+    assert torch.equal(shorter[1], continuations(model, [prompts[1, 40:]], 20)[0])
+    assert continuations(model, [], 5).shape == (0, 5)
     end = int(got[0, 9])  # ends each text that has it
     model.generation_config.eos_token_id = [end]
-    for text, whole in zip(continuations(model, prompts).tolist(), got.tolist(), strict=True):
+    ended = continuations(model, [*prompts], 64)
+    for text, whole in zip(ended.tolist(), got.tolist(), strict=True):
         stop = whole.index(end) + 1 if end in whole else 64
         assert text == whole[:stop] + [-1] * (64 - stop)

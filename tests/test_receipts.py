@@ -18,8 +18,8 @@ from anybit.checkpoint.quantize import quantize_directory
 from anybit.cli.app import app
 from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate.perplexity import COLUMNS, Tokens, measure
-from anybit.evaluate.receipt import differences, figures, tail
-from anybit.evaluate.reference import Recorder, Reference, read_reference
+from anybit.evaluate.receipt import differences, figures, table, tail, writing
+from anybit.evaluate.reference import VERSION, Recorder, Reference, read_reference
 from anybit.evaluate.run import evaluate
 from tests.test_evaluate import PICO, Bigram, documents
 
@@ -176,6 +176,23 @@ def test_answers_in_a_stored_pass(int4: Path, tmp_path: Path) -> None:
     got = evaluate(int4, tmp_path / "ref", None, 4096)
     want = evaluate(int4, PICO, path, 4096, answers_only=True)
     assert (got["tokens"], got["kl"]) == (want["tokens"], pytest.approx(want["kl"], rel=1e-3))
+    assert (got["length"], got["length_dense"]) == (want["length"], want["length_dense"])
+    assert "length" in got["intervals"]
+    assert "| tokens of a greedy answer, cut at 256 |" in table(got)
+    changed = got | {"length": got["intervals"]["length"][1] + 1.0}
+    lines, same = differences(got, changed)
+    assert [line.split(":")[0] for line in lines] == ["length"]
+    assert not same
+
+
+def test_lengths_are_of_answers_to_their_end() -> None:
+    dense = torch.tensor([[4, 5, 6, -1], [4, -1, -1, -1]])
+    longer = torch.tensor([[4, 5, 6, 7], [4, 9, 9, 2]])
+    means, ends = writing(longer, dense, answers=True)
+    assert (means["length"], means["length_dense"], means["same64"]) == (4, 2, 2)
+    assert ends["length"] == [4, 4]
+    assert ends["length_dense"] == [1, 3]
+    assert "length" not in writing(longer, dense, answers=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +250,9 @@ def test_a_file_that_is_no_reference_is_refused(tmp_path: Path) -> None:
     good.save(path)
     assert read_reference(path).rows(3, 5).shape == (2, 50)
     tensors = load_file(path)
-    meta = {"anybit_reference": json.dumps({"version": 2, "after": {}, "window": 32, "words": {}})}
+    meta = {
+        "anybit_reference": json.dumps({"version": VERSION, "after": {}, "window": 32, "words": {}})
+    }
     for name, tensor in [
         ("hidden", torch.ones(18, 4)),
         ("hidden", torch.ones(19, 3)),

@@ -64,8 +64,9 @@ def evaluate(
     With the dense model: loss, KL divergence both ways with its largest thousandth, and how often
     both find the same token likeliest; each with its 95 % interval over documents. And of 16 greedy
     continuations how many of 64 tokens come before the first difference, and the share of repeated
-    4-grams. A receipt holds them with hashes of models and text, versions and hardware; --verify
-    exits with 1 where a model, a text or a figure is another.
+    4-grams; with --answers-only, of answers to 16 conversations, and how long they are. A receipt
+    holds them with hashes of models and text, versions and hardware; --verify exits with 1 where a
+    model, a text or a figure is another.
 
     Tasks that need no network: python_next_line, python_parses, python_docstring.
     """

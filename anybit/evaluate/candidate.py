@@ -57,7 +57,7 @@ class Candidate(Protocol):
     def words(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
 
-    def continuations(self, prompts: Tensor) -> Tensor | None:
+    def continuations(self, prompts: Sequence[Tensor], count: int) -> Tensor | None:
         """As the function of this name; None where the engine does not tell its tokens."""
 
 
@@ -100,8 +100,8 @@ class Transformers:
     def words(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.decode([token]) for token in ids]
 
-    def continuations(self, prompts: Tensor) -> Tensor:
-        return continuations(self.model, prompts)
+    def continuations(self, prompts: Sequence[Tensor], count: int) -> Tensor:
+        return continuations(self.model, prompts, count)
 
 
 def here() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from anybit.errors import InvalidInput
 from anybit.evaluate.model import context_of
@@ -19,6 +20,7 @@ from anybit.evaluate.model import context_of
 CONTEXT_LINES = 24  # of the module that a prompt shows before the function
 PROMPTS = 16  # that models continue greedily
 READ, WRITTEN = 64, 64  # tokens of such a prompt, and of what a model writes after it
+ANSWER = 256  # tokens at which an answer to a message is cut
 NGRAM = 4  # tokens whose repetition is counted
 
 
@@ -119,32 +121,45 @@ def parse_rate(
     return good / len(prompts)
 
 
-def excerpt_prompts(documents: Sequence[Tensor], window: int) -> Tensor:
-    """Prompts (P, READ) from documents of token ids, at most `PROMPTS`, evenly spaced over all.
+def greedy_prompts(
+    documents: Sequence[Tensor], counted: Sequence[Tensor] | None, window: int
+) -> tuple[list[Tensor], int]:
+    """What models go on from greedily, and how many tokens they write at most.
 
-    P is 0 where no document has `READ` tokens, or a window has no room for a prompt and what is
-    written after it.
+    Args:
+        documents: Token ids, each (T,).
+        counted: Of conversations, which tokens are answers, (T,) bool each; None of plain text.
+        window: Tokens, in which a prompt and what is written after it have to fit.
+
+    Returns:
+        At most `PROMPTS` prompts on the CPU, evenly spaced over all: pieces of `READ` tokens, or
+        all that comes before the first answer of a conversation.
     """
-    whole = [ids[: len(ids) // READ * READ].cpu().view(-1, READ) for ids in documents]
-    pieces = torch.cat(whole)
-    count = min(PROMPTS, len(pieces)) if window >= READ + WRITTEN else 0
-    return pieces[torch.linspace(0, max(len(pieces) - 1, 0), count).long()]
+    if counted is None:
+        count, pieces = WRITTEN, [p for ids in documents for p in ids.split(READ) if len(p) == READ]
+    else:
+        both = zip(documents, counted, strict=True)
+        count, pieces = ANSWER, [ids[: int(mask.int().argmax())] for ids, mask in both]
+    fit = [piece.cpu() for piece in pieces if 0 < len(piece) <= window - count]
+    chosen = torch.linspace(0, max(len(fit) - 1, 0), min(PROMPTS, len(fit))).long().tolist()
+    return [fit[at] for at in chosen], count
 
 
-def continuations(model: Any, prompts: Tensor) -> Tensor:
-    """What a model writes greedily after prompts (P, T) of one length: token ids (P, WRITTEN).
+def continuations(model: Any, prompts: Sequence[Tensor], count: int) -> Tensor:
+    """What a model writes greedily after prompts, each (T,): token ids (P, count).
 
     -1 stands behind the token that ends a text. What the model's own files say of sampling and of
     penalties does not count.
     """
-    if not len(prompts):
-        return prompts.new_empty(0, WRITTEN)
-    ids, end = prompts.to(model.device), model.generation_config.eos_token_id
+    if not prompts:
+        return torch.empty(0, count, dtype=torch.int64)
+    ids = pad_sequence(list(prompts), True, -1, "left").to(model.device)
+    end, mask = model.generation_config.eos_token_id, (ids >= 0).long()
     ends = torch.tensor([] if end is None else end, dtype=ids.dtype, device=ids.device).view(-1)
     out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=WRITTEN,
+        ids.clamp_min(0),
+        attention_mask=mask,
+        max_new_tokens=count,
         min_new_tokens=0,
         pad_token_id=int(ends[0]) if len(ends) else 0,
         do_sample=False,
@@ -154,7 +169,7 @@ def continuations(model: Any, prompts: Tensor) -> Tensor:
     )[:, ids.shape[1] :]
     ended = torch.isin(out, ends).int()
     out = out.masked_fill(ended.cumsum(1) > ended, -1)
-    return torch.nn.functional.pad(out, (0, WRITTEN - out.shape[1]), value=-1).cpu()
+    return torch.nn.functional.pad(out, (0, count - out.shape[1]), value=-1).cpu()
 
 
 def same_tokens(texts: Tensor, others: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate.candidate import LONGEST, here
-from anybit.evaluate.generation import WRITTEN
 from anybit.evaluate.receipt import file_hash
 from anybit.files.texts import Text
 
@@ -74,11 +73,11 @@ class LlamaCpp:
             self.llama.detokenize([token], special=True).decode(errors="replace") for token in ids
         ]
 
-    def continuations(self, prompts: Tensor) -> Tensor:
-        out = torch.full((len(prompts), WRITTEN), -1)
-        for row, prompt in enumerate(prompts.tolist()):
-            token = int(self.read(prompt)[-1].argmax())
-            for column in range(WRITTEN):
+    def continuations(self, prompts: Sequence[Tensor], count: int) -> Tensor:
+        out = torch.full((len(prompts), count), -1)
+        for row, prompt in enumerate(prompts):
+            token = int(self.read(prompt.tolist())[-1].argmax())
+            for column in range(count):
                 out[row, column] = token
                 if token == self.llama.token_eos():
                     break

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import InvalidInput
-from anybit.evaluate.generation import repeated, same_tokens
+from anybit.evaluate.generation import ANSWER, WRITTEN, repeated, same_tokens
 from anybit.evaluate.perplexity import COLUMNS, Tokens
 from anybit.files.directory import read_json
 
@@ -31,6 +31,8 @@ TOLD = {  # in a card: in words
     "same64": "of 64 greedy tokens, those before the first that the dense model has not",
     "repeated4": "share of 4-grams in them that occurred before",
     "repeated4_dense": "the same share in what the dense model writes",
+    "length": f"tokens of a greedy answer, cut at {ANSWER}",
+    "length_dense": "the same of the dense model",
 }
 SETTINGS = {"model", "against", "text", "tokens", "answers_only"}
 FILES = ("config.json", "*.safetensors", "tokenizer*", "*.model", "vocab.*", "merges.txt")
@@ -94,16 +96,24 @@ def bounds(values: Tensor) -> list[float]:
     return values.quantile(torch.tensor((0.025, 0.975), dtype=values.dtype)).tolist()
 
 
-def writing(texts: Tensor, dense: Tensor) -> tuple[dict[str, float], dict[str, list[float]]]:
+def writing(
+    texts: Tensor, dense: Tensor, answers: bool
+) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Figures of what two models wrote (P, T) after the same prompts, and their 95 % intervals.
 
     Means over prompts; intervals by a bootstrap over prompts, {} with one.
+
+    answers: to messages, which are as long as the model finds right.
     """
     columns = {
-        "same64": same_tokens(texts, dense).double(),
+        "same64": same_tokens(texts[:, :WRITTEN], dense[:, :WRITTEN]).double(),
         "repeated4": repeated(texts),
         "repeated4_dense": repeated(dense),
     }
+    if answers:
+        columns["length"], columns["length_dense"] = (
+            (t >= 0).sum(1).double() for t in (texts, dense)
+        )
     means = {name: each.mean().item() for name, each in columns.items()}
     if len(texts) < 2:
         return means, {}

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.errors import InvalidInput, Unsupported
-from anybit.evaluate.generation import WRITTEN, excerpt_prompts
+from anybit.evaluate.generation import greedy_prompts
 from anybit.evaluate.perplexity import all_windows, logits_of
 from anybit.files.directory import check_space
 from anybit.files.safetensors import Stored, read_header
 
 KEY = "anybit_reference"
-VERSION = 2
+VERSION = 3
 # What models do to the head's output, by the name in their config.
 AFTER = {
     "final_logit_softcapping": lambda x, c: torch.tanh(x / c) * c,
@@ -45,7 +45,7 @@ class Reference:
         after: Name and constant of what is done to the head's output, from `AFTER`; {} for nothing.
         documents, counted: The token ids, and which of them are scored, as `measure` takes them.
         about: What else is told of the pass: names, hashes, window, figures.
-        written: (P, WRITTEN), what the model writes after `excerpt_prompts`, as `continuations`
+        written: (P, count), what the model writes after `greedy_prompts`, as `continuations`
             tells it; None in files of versions that did not ask for it.
     """
 
@@ -131,8 +131,9 @@ def read_reference(path: Path) -> Reference:
         tokens = sum(1 for _ in positions(documents, counted, about["window"]))
         if tokens != len(got["hidden"]):
             raise wrong
-        prompts, written = excerpt_prompts(documents, about["window"]), got.get("written")
-        if written is not None and written.shape != (len(prompts), WRITTEN):
+        prompts, count = greedy_prompts(documents, counted, about["window"])
+        written = got.get("written")
+        if written is not None and written.shape != (len(prompts), count):
             raise wrong
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise error if isinstance(error, InvalidInput) else wrong from error

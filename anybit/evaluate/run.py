@@ -21,7 +21,7 @@ from anybit.evaluate.candidate import (
     some_words,
 )
 from anybit.evaluate.corpus import held_out_text, prose
-from anybit.evaluate.generation import excerpt_prompts
+from anybit.evaluate.generation import greedy_prompts
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import figures, file_hash, token_hash, writing
 from anybit.evaluate.reference import Recorder, is_stored, read_reference
@@ -98,11 +98,11 @@ def evaluate(
     kept = (mask[1:] for mask in counted) if counted else (ids[1:] >= 0 for ids in documents)
     with progress("scoring", sum(int(mask.sum()) for mask in kept)) as step:
         got = measure(scored, on_device, dense=dense, step=step, **options)
-    prompts = excerpt_prompts(documents, window)
+    prompts, count = greedy_prompts(documents, counted, window)
     if save:
         recorded = scored.reference().to(candidate.device)
         about["floor"] = floor(candidate, on_device, recorded, options)
-        recorded.written = candidate.continuations(prompts)
+        recorded.written = candidate.continuations(prompts, count)
         recorded.save(save)
     elif dense and not stored:
         about["floor"] = floor(dense, on_device, one_by_one(dense), options)
@@ -113,8 +113,8 @@ def evaluate(
         if candidate.told:
             likeliest = f"{candidate.told} likeliest tokens"
             scores["bound"] = f"KL of {likeliest} and the rest: no more than the whole"
-        theirs = stored.written if stored else dense.continuations(prompts)
-        means, intervals = compared(candidate, theirs, prompts)
+        theirs = stored.written if stored else dense.continuations(prompts, count)
+        means, intervals = compared(candidate, theirs, prompts, count, counted is not None)
         scores |= means | {"intervals": scores["intervals"] | intervals}
     scores |= {"floor": about["floor"]} if "floor" in about else {}
     scores["seconds"] = round(time.monotonic() - begin, 1)
@@ -134,11 +134,15 @@ def check_window(window: int, candidate: Candidate, against: str, model: str) ->
 
 
 def compared(
-    candidate: Candidate, theirs: Tensor | None, prompts: Tensor
+    candidate: Candidate,
+    theirs: Tensor | None,
+    prompts: list[Tensor],
+    count: int,
+    answers: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `writing` finds; nothing where either side tells no tokens."""
-    own = candidate.continuations(prompts) if theirs is not None and len(theirs) else None
-    return ({}, {}) if own is None or theirs is None else writing(own, theirs)
+    own = candidate.continuations(prompts, count) if theirs is not None and prompts else None
+    return ({}, {}) if own is None or theirs is None else writing(own, theirs, answers)
 
 
 def recorder(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate.candidate import LONGEST
-from anybit.evaluate.generation import WRITTEN
 from anybit.evaluate.perplexity import Likeliest
 from anybit.files.server import KEY, first_model, key_header, reached
 from anybit.files.texts import Text
@@ -131,11 +130,11 @@ class Server:
             out += [found[token][1] for token, found in zip(part, rows, strict=True)]
         return out
 
-    def continuations(self, prompts: Tensor) -> Tensor | None:
-        out = torch.full((len(prompts), WRITTEN), -1)
-        for row, prompt in enumerate(prompts.tolist()):
-            body = {"model": self.name, "prompt": prompt, "max_tokens": WRITTEN, "temperature": 0}
-            body |= {"return_token_ids": True, "repetition_penalty": 1.0}
+    def continuations(self, prompts: Sequence[Tensor], count: int) -> Tensor | None:
+        out = torch.full((len(prompts), count), -1)
+        for row, prompt in enumerate(prompts):
+            body = {"model": self.name, "prompt": prompt.tolist(), "max_tokens": count}
+            body |= {"temperature": 0, "return_token_ids": True, "repetition_penalty": 1.0}
             ids = self.ask("POST", "/v1/completions", body)["choices"][0].get("token_ids")
             if ids is None:
                 return None

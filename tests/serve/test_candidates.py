@@ -131,7 +131,7 @@ def test_sglang_tells_prompts_in_its_own_route(monkeypatch: pytest.MonkeyPatch) 
     assert got.tokens[0, :2, :3].tolist() == [[4, 7, 8], [7, 8, -1]]
     assert got.logp[0, 0, :3].tolist() == [-0.5, -0.25, -3.0]
     assert server.words([5, 6]) == ["t5", "t6"]
-    assert server.continuations(torch.tensor([[1, 2]])) is None
+    assert server.continuations([torch.tensor([1, 2])], 64) is None
 
 
 @pytest.mark.parametrize(
