@@ -1,0 +1,66 @@
+"""What runs in a step, and what a text that gave its blocks back must run again."""
+
+import pytest
+
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.detokenizer import Detokenizer
+from anybit.engine.graphs import StepGraphs
+from anybit.engine.llm import LLM
+from anybit.engine.scheduler import Scheduler
+from anybit.engine.sequence import SamplingParams, Sequence
+from tests.engine.conftest import PICO
+
+BLOCK = 4
+
+
+def text(name: str, tokens: int, limit: int = 400) -> Sequence:
+    prompt = [ord(name[0]) * 400 + i for i in range(tokens)]
+    return Sequence(name, 0, prompt, SamplingParams(), Detokenizer(None, []), limit)
+
+
+def run(scheduler: Scheduler) -> dict[str, int]:
+    """Run a step: how many tokens of each text."""
+    scheduled = scheduler.schedule()
+    for s in scheduled:
+        scheduler.done(s)
+        if s.samples:
+            s.seq.append(7)
+    return {s.seq.request: s.tokens for s in scheduled}
+
+
+@pytest.mark.parametrize("blocks", [20, 31])
+def test_preemption_loses_no_more_than_the_blocks_that_were_missing(blocks: int) -> None:
+    scheduler = Scheduler(BlockManager(blocks, BLOCK), 4, 64)
+    old, new = text("old", 30), text("new", 30)
+    for seq in (old, new):
+        scheduler.add(seq)
+    while not scheduler.preemptions:
+        run(scheduler)
+    assert scheduler.waiting[0] is new
+    written = len(new.tokens)
+    taken = 0  # blocks that the old text has got since
+    while scheduler.running == [old] and taken < 3:
+        before = len(old.blocks)
+        run(scheduler)
+        taken += len(old.blocks) - before
+    scheduler.remove(old)
+    again = run(scheduler)["new"]
+    assert 0 < again <= (taken + 2) * BLOCK
+    assert new.generated == written + 1 - 30
+
+
+@pytest.mark.parametrize("length", [16, 100, 4096])
+def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
+    runner = LLM(PICO, length=64, max_running=4).engine.runner
+    runner.model.length = length
+    graphs = StepGraphs(
+        runner.model, runner.caches, 16, 4, -(-length // 16), prompts=(16, 64, 512)
+    )  # fmt: skip
+    assert graphs.prompts is not None
+    for size in graphs.prompts.sizes:
+        step = graphs._prompts_of(size, graphs.prompts)
+        assert graphs.can_read(step)
+        graphs.prompts.fill(size, step)
+        assert max(s.tokens for s in step) == min(size, length)
+        assert sum(s.tokens for s in step) >= size - 1
+        assert all(0 <= b < len(runner.caches[0].k) for s in step for b in s.seq.blocks)
