@@ -449,6 +449,8 @@ def test_build_takes_the_formats_of_a_checkpoint(tmp_path: Path) -> None:
         schemes_of("nowhere/OUT")
     _, error = run("build", PICO, code=1)
     assert "names no formats of anybit's" in error
+    _, error = run("build", "fp6", "--pack", tmp_path / "nowhere" / "kernels", code=1)
+    assert "nowhere is not a directory to write kernels into" in error.replace("\n", " ")
 
 
 def test_a_calibrated_run_ends_with_the_same_summary(tmp_path: Path) -> None:

@@ -464,5 +464,5 @@ app.command(
 )(authors.tune)
 app.command(
     rich_help_panel=AUTHORS,
-    epilog=examples("anybit build liquid@int8 fp6", "anybit build OUT", "anybit build --cache DIR"),
+    epilog=examples("anybit build liquid@int8 fp6", "anybit build OUT --gpu A100 --pack FILE"),
 )(authors.build)

@@ -60,8 +60,16 @@ def build(
         Path | None, typer.Option(help="A folder instead of the user's cache.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
+    gpu: Annotated[list[str], typer.Option(help="A GPU's usual name. May be repeated.")] = ["H200"],  # noqa: B006
+    pack: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write them, and those that Triton's cache has, to one file for `anybit serve "
+            "--kernels`."
+        ),
+    ] = None,
 ) -> None:
-    """Compile the kernels for H100 and H200 before a layer needs them; needs no GPU."""
+    """Compile the kernels in CuTe DSL before a layer needs them; needs no GPU."""
     from anybit.cli.build import build as run
 
-    typer.echo(run(formats or (), cache, jobs))
+    typer.echo(run(formats or (), cache, jobs, gpu, pack))

@@ -1,20 +1,26 @@
-"""`anybit build`: compile the Hopper kernels ahead of time."""
+"""`anybit build`: compile kernels ahead of time."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
-from anybit.files.directory import quantization_of, read_json
+from anybit.files.directory import check_folder, quantization_of, read_json
 from anybit.formats.presets import HOPPER
+from anybit.kernels.archive import pack
 from anybit.kernels.cute.build import build as compile_missing
 from anybit.kernels.cute.jit import KernelSpec, dsl_version, kernel_folder
 from anybit.kernels.hopper.build import kernels_of
+from anybit.kernels.mma import build as mma
 from anybit.nn.plan import METHOD, stored_plan
+from anybit.planning.gpus import gpu
 from anybit.progress import progress
 
 
-def build(given: Sequence[str], cache: Path | None, jobs: int) -> str:
+def build(
+    given: Sequence[str], cache: Path | None, jobs: int, gpus: Sequence[str], file: Path | None
+) -> str:
     """Compile every kernel that layers may launch.
 
     Args:
@@ -22,24 +28,32 @@ def build(given: Sequence[str], cache: Path | None, jobs: int) -> str:
             none: the usual schemes.
         cache: Where the kernels go; None for the user's cache folder.
         jobs: Processes; 0 for one a core.
+        gpus: Names of GPUs.
+        file: One file to write them to as well, with what Triton's cache has of anybit's kernels.
 
     Returns:
         What was done, in words.
 
     Raises:
-        InvalidInput: A scheme has no Hopper kernels, or a checkpoint is not anybit's.
+        InvalidInput: A scheme has no kernels in CuTe DSL, or a checkpoint is not anybit's.
         Unsupported: CuTe DSL is not installed, or kernels failed to compile.
     """
+    if file is not None:
+        check_folder(file)
+    capabilities = {gpu(name).capability for name in gpus}
     kernels: dict[KernelSpec, None] = {}
-    schemes: list[str] = []
-    for scheme, demanded in dict.fromkeys(s for each in given or HOPPER for s in schemes_of(each)):
+    schemes: dict[str, None] = {}
+    every = dict.fromkeys(s for each in given or HOPPER for s in schemes_of(each))
+    for (scheme, demanded), capability in product(every, sorted(capabilities)):
+        own = capability[0] == 9
         try:
-            kernels |= dict.fromkeys(kernels_of(scheme))
+            found = kernels_of(scheme) if own else mma.kernels_of(scheme, capability)
         except InvalidInput:  # another backend runs such layers of a checkpoint
             if demanded:
                 raise
         else:
-            schemes.append(scheme)
+            kernels |= dict.fromkeys(found)
+            schemes[scheme] = None
     if dsl_version() is None:
         raise Unsupported("CuTe DSL is not installed; pip install 'anybit[hopper]'")
     with progress("compiling", len(kernels)) as step:
@@ -47,7 +61,11 @@ def build(given: Sequence[str], cache: Path | None, jobs: int) -> str:
     if errors:
         raise Unsupported(f"{len(errors)} of {len(kernels)} kernels failed: {errors[0]}")
     named = ", ".join(schemes) or "layers of no scheme that has any"
-    return f"{len(kernels)} kernels for {named} in {kernel_folder(cache)}"
+    said = f"{len(kernels)} kernels for {named} in {kernel_folder(cache)}"
+    if file is None:
+        return said
+    more = pack(file, kernels, cache, [f"{a}.{b}" for a, b in capabilities])
+    return f"{said}; with {more} files of Triton's cache in {file}"
 
 
 def schemes_of(given: str) -> list[tuple[str, bool]]:

@@ -170,7 +170,8 @@ class Engine:
         """Run one step. If it fails, its sequences run one by one; those that fail end in "error".
 
         On a GPU the host keeps ahead: where that is possible, the next step is started before this
-        one's tokens are known, and the texts of the step before are read while both run.
+        one's tokens are known, and the texts of the step before are read while both run. Penalties
+        and grammars then follow the tokens while the model runs, before its sampling is started.
         """
         flight, self.flight = self.flight, None
         if flight is None:
@@ -190,6 +191,7 @@ class Engine:
             return out + self._read() + self._failed(flight.scheduled, error)
         self._timed(flight.scheduled)
         out += self._taken(flight, tokens, logprobs)
+        self._choose()
         return out if self.runner.overlaps else out + self._read()
 
     def _taken(
@@ -233,12 +235,15 @@ class Engine:
                 self.begun = time.perf_counter()
             return self.runner.launch(scheduled, previous)
         except Exception as error:
-            failure = error
+            return failing(scheduled, error)
 
-        def wait() -> Sampled:
-            raise failure
-
-        return Flight(scheduled, [], None, wait)
+    def _choose(self) -> None:
+        """Sample for the step that was started ahead, if that took the tokens that came now."""
+        if self.flight is not None and self.flight.choose is not None:
+            try:
+                self.flight = self.flight.choose()
+            except Exception as error:
+                self.flight = failing(self.flight.scheduled, error)
 
     def _take(self, s: Scheduled, found: list[tuple[Row, int, Logprob | None]]) -> list[Delta]:
         """Append what was sampled for a sequence; free the blocks if that ends it.
@@ -366,6 +371,15 @@ class Engine:
                     failure = own
             out.append(self._end(s.seq, "error", in_a_line(failure)))
         return out + self._read()
+
+
+def failing(scheduled: list[Scheduled], error: Exception) -> Flight:
+    """A step whose waiting raises an error."""
+
+    def wait() -> Sampled:
+        raise error
+
+    return Flight(scheduled, [], None, wait)
 
 
 def decoded(decode: Decode, shown: Items[int], tokens: list[int]) -> str:

@@ -9,7 +9,7 @@ for 512 tokens, of which the GPU works 9).
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from anybit.engine.attention import Batch
+from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.kv.cache import LayerCache
 from anybit.engine.models.layers import Decoder
 from anybit.engine.recording import Recording
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
+from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.progress import progress
 
 Graph = torch.cuda.CUDAGraph | Recording
@@ -41,7 +43,7 @@ class Rows:
     """
 
     def __init__(
-        self, sizes: Sequence[int], single: int, prompts: int, width: int, block_size: int,
+        self, sizes: Items[int], single: int, prompts: int, width: int, block_size: int,
         device: torch.device,
     ):  # fmt: skip
         self.sizes, self.most, self.prompts = sizes, single, prompts
@@ -160,7 +162,7 @@ class StepGraphs:
 
     def __init__(
         self, model: Decoder, caches: list[LayerCache], block_size: int, largest: int, width: int,
-        steady: bool = False, prompts: Sequence[int] = (),
+        steady: bool = False, prompts: Items[int] = (),
     ):  # fmt: skip
         self.model, self.caches = model, caches
         self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
@@ -189,7 +191,7 @@ class StepGraphs:
         """Capture every graph, the largest first, whose memory the others share.
 
         Returns:
-            Seconds of a step that reads prompts, by its size, without what attention sees.
+            Seconds of a step that reads a prompt from its beginning, by its size.
         """
         both = filter(None, (self.prompts, self.written))
         todo = [(rows, size) for rows in both for size in rows.sizes]
@@ -199,6 +201,7 @@ class StepGraphs:
                 rows.fill(size, [])
                 self._replay(rows, size)
                 if rows is self.prompts:
+                    rows.fill(size, self._prompts_of(size, rows))
                     torch.cuda.synchronize()
                     start = time.perf_counter()
                     self._replay(rows, size)
@@ -206,6 +209,20 @@ class StepGraphs:
                     seconds[size] = time.perf_counter() - start
                 step(1)
         return seconds
+
+    def _prompts_of(self, size: int, rows: Rows) -> list[Scheduled]:
+        """A step of a size that reads a prompt, or several where texts are shorter than that."""
+        longest, blocks = (
+            min(self.model.length, rows.width * rows.block_size),
+            len(self.caches[0].k),
+        )
+        out = []
+        for at in range(0, size, longest)[: rows.prompts]:
+            tokens = min(longest, size - at)
+            seq = Sequence("", 0, [0] * tokens, SamplingParams(), Detokenizer(None, []), tokens)
+            seq.blocks = [i % blocks for i in range(-(-tokens // rows.block_size))]
+            out.append(Scheduled(seq, 0, tokens, True))
+        return [s for s in out if s.tokens > 1]
 
     def can_write(self, scheduled: list[Scheduled]) -> bool:
         """Whether a graph takes a step: one token for each sequence, sampled, and drafts."""

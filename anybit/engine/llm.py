@@ -27,6 +27,7 @@ from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
 from anybit.files.hub import located
+from anybit.kernels.archive import unpack
 from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress
@@ -116,6 +117,8 @@ class LLM:
     max_itl: milliseconds that a step with a prompt may take on a GPU while other sequences
         run, which bounds the time between their tokens. All kernels are compiled and all graphs
         captured before anything is asked, which takes seconds; with None that happens at first use.
+    kernels: a file of `anybit build --pack`, whose kernels are then not compiled here. It is code
+        that the process runs: only take one that you trust.
 
     Attributes:
         kv_cache: What the KV cache holds: A name as above, or a dtype, such as "bfloat16".
@@ -140,7 +143,8 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         draft: str | Path | Loaded | None = None,
         draft_tokens: int = 4,
-        max_itl: float | None = 15.0,
+        max_itl: float | None = 30.0,
+        kernels: str | Path | None = None,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))
         check_choice("kv_cache", kv_cache, ("auto", "model", *KV_FORMATS))
@@ -148,6 +152,8 @@ class LLM:
         check_draft(draft, draft_tokens, deterministic)
         beside = checked(adapters, model, deterministic)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if kernels is not None:
+            unpack(Path(kernels), device)
         if isinstance(model, Loaded):
             loaded, directory = model, None
         else:

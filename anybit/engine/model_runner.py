@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from anybit.engine.kv.format import KvFormat
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
-from anybit.engine.scheduler import Scheduled
+from anybit.engine.scheduler import Scheduled, foreseeable
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
@@ -27,13 +28,15 @@ META = torch.device("meta")  # tensors without memory
 class Flight:
     """A step that was started. rows: what it samples. tokens: these, on the device.
 
-    wait: waits for them. Without rows there are no tokens.
+    wait: waits for them. Without rows there are no tokens. choose: what samples, where that takes
+    the tokens of the step before, which the host did not know yet; it gives the whole flight.
     """
 
     scheduled: list[Scheduled]
     rows: list[Row]
     tokens: Tensor | None
     wait: Callable[[], Sampled]
+    choose: Callable[[], "Flight"] | None = None
 
 
 class Runner(Protocol):
@@ -100,14 +103,21 @@ class ModelRunner:
 
         A token is sampled for each sequence whose end the step reaches, in order, and for each
         drafted token. previous: a step that still runs, whose tokens this one continues; it has
-        sampled for all its sequences.
+        sampled for all its sequences. Where sampling takes those tokens, it is left for later.
         """
         # Kernels, streams and graphs are those of the current device, which is a thread's own.
         with torch.accelerator.device_index(self.device.index):
             given = None if previous is None else self._continued(scheduled, previous)
             logits = self.logits(scheduled, given)
-            if logits is None:
-                return Flight(scheduled, [], None, lambda: ([], []))
+            if logits is None or (previous and not all(map(foreseeable, scheduled))):
+                later = None if logits is None else partial(self._chosen, scheduled, logits)
+                return Flight(scheduled, [], None, lambda: ([], []), later)
+            return self._chosen(scheduled, logits)
+
+    @torch.inference_mode()
+    def _chosen(self, scheduled: list[Scheduled], logits: Tensor) -> Flight:
+        """A step whose model has been started, and now its sampling."""
+        with torch.accelerator.device_index(self.device.index):
             rows = rows_of(scheduled)
             return Flight(scheduled, rows, *sample(logits, rows))
 

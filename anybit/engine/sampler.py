@@ -84,7 +84,9 @@ def choose(logits: Tensor, rows: list[Row]) -> Tensor:
     A token depends on its own row's logits, parameters and key alone, not on the rest of the batch.
     """
     tokens = likeliest(logits, INVALID)
-    adjusted = constrain(penalize(logits, rows), [row.matcher for row in rows])
+    # A text may have ended while its step began: nobody will read what comes of that.
+    matchers = [None if row.seq.finish else row.matcher for row in rows]
+    adjusted = constrain(penalize(logits, rows), matchers)
     if adjusted is not logits:
         tokens = torch.where(tokens == INVALID, tokens, likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):

@@ -98,7 +98,7 @@ class Scheduler:
         return sorted(out, key=lambda s: s.tokens)  # decodes first
 
     def ahead(self, scheduled: list[Scheduled]) -> list[Scheduled]:
-        """The step after one that still runs, if it does not depend on that one's tokens; else [].
+        """The step after one that still runs, if the host needs no token of it for that; else [].
 
         So it is while all that runs is being written, nothing that waits could begin, and blocks
         suffice. A text that turns out to have ended runs for nothing once, in blocks of its own.
@@ -108,7 +108,7 @@ class Scheduler:
         if any(s.draft for s in scheduled):  # how many tokens these give is not known
             return []
         going = [s for s in scheduled if not s.seq.finish]
-        if len(going) < len(self.running) or not all(foreseeable(s) for s in going):
+        if len(going) < len(self.running) or not all(s.samples for s in going):
             return []
         going = [s for s in going if s.first + s.tokens + 1 < s.seq.limit]
         ends = [s.first + s.tokens + 1 for s in going]
@@ -144,5 +144,4 @@ class Scheduler:
 def foreseeable(s: Scheduled) -> bool:
     """Whether sampling a sequence's next token but one takes no knowledge of the next one."""
     params = s.seq.params
-    early = s.seq.generated + 1 < params.min_tokens
-    return s.samples and params.foreseeable and not early
+    return params.foreseeable and s.seq.generated + 1 >= params.min_tokens

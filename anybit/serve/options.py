@@ -100,6 +100,14 @@ MaxItl = Annotated[
         rich_help_panel=LIMITS,
     ),
 ]
+Kernels = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of `anybit build --pack`: compiled kernels, so that no compiler runs. It is "
+        "code: one that you trust.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 Queue = Annotated[
     int,
     typer.Option(

@@ -16,12 +16,13 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import backend, build, chip, choices, scalar_linear, tiles
+from anybit.kernels.hopper import backend, chip, choices, scalar_linear, tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.choices import Choice, Part
 from anybit.kernels.hopper.expert_tiles import choose_experts, family_few, family_grouped
 from anybit.kernels.hopper.scalar_linear import Way
 from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.mma.build import narrow_kernels
 from anybit.kernels.mma.tiles import kernel_for, kernel_of, tiles_of
 from tests.kernels.mma import GPUS, built
 from tests.needs import pairs
@@ -118,9 +119,9 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
         assert round(found.read) == H200.read
     (spec, operand), output = weight, "float16" if weight[1] == "float16" else "bfloat16"
     d = decoder_of(spec, operand)
-    narrow = build.narrow_kernels(d, [output], found)
-    assert set(narrow) <= set(build.narrow_kernels(d, [output]))
     gpu = replace(GPUS["H200"], multiprocessors=found.multiprocessors)
+    narrow = narrow_kernels(d, gpu, [output])
+    assert set(narrow) <= set(narrow_kernels(d, GPUS["H200"], [output]))
     for n, k in ((4096, 4096), (5120, 17408), (256, 512)):
         for m in (1, 16, 64, 256, 1024):
             choice = choices.choose(d, m, n, k, found)

@@ -24,7 +24,7 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import cubin, driver, jit, operands
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.hopper import choices
-from anybit.kernels.mma import backend, linear, selftest, tiles
+from anybit.kernels.mma import backend, build, linear, selftest, tiles
 from anybit.kernels.mma.launch import POINTERS, MmaArguments, MmaLauncher
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from tests.kernels.mma import GPUS
@@ -43,6 +43,30 @@ def decoders(scheme: str) -> Iterator[Decoder]:
         found = decoder(fmt, operands.operand_of(activation, dtype))
         assert isinstance(found, Decoder)
         yield found
+
+
+@pytest.mark.parametrize("name", ["A100", "RTX 3090", "RTX 4090", "RTX 5090", "B200"])
+@pytest.mark.parametrize("scheme", ["liquid@int8", "fp6", "fp6@fp8", "codebook:m=1,v=4,group=128"])
+def test_all_that_layers_launch_is_built_beforehand(scheme: str, name: str) -> None:
+    """Whatever their shapes, and on any GPU of a compute capability."""
+    (fmt, activation), gpu = parse_scheme(scheme), GPUS[name]
+    assert replace(build.gpu_with(gpu.capability), multiprocessors=gpu.multiprocessors) == gpu
+    if activation == "fp8" and gpu.capability < (8, 9):
+        with pytest.raises(InvalidInput, match=r"fp6@fp8: fp8 products need compute capability"):
+            build.kernels_of(scheme, gpu.capability)
+        return
+    every = set(build.kernels_of(scheme, gpu.capability))
+    for count in (gpu.multiprocessors, 28):
+        device = replace(gpu, multiprocessors=count)
+        for n in (16, 576, 4096, 6144, 28672, 128256):
+            for dtype in (torch.float16, torch.bfloat16):
+                layer = LayerSpec(fmt, activation, (n, 4096), CUDA, dtype)
+                found = selftest.kernels_of(layer, dtype, device)
+                assert found
+                assert set(found) <= every
+        if fmt.lookup is None:
+            assert set(selftest.kernels_of(layer, dtype, device, experts=True)) <= every
+    assert {kernel.architecture for kernel in every} == {gpu.architecture}
 
 
 SLOW = ["trellis", "trellis:bits=4,code=pair8@int8", "trellis:bits=7"]

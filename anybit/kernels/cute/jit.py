@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -159,13 +159,17 @@ def compile_kernel(kernel: KernelSpec, folder: str | Path | None = None) -> Path
     Raises BuildError when the kernel spills much, waits for every WGMMA, or takes other parameters
     than its launcher passes.
     """
-    path = kernel_file(kernel, folder)
+    return store(kernel_file(kernel, folder), lambda: checked(kernel, kernel.generate()))
+
+
+def store(path: Path, content: Callable[[], bytes]) -> Path:
+    """Write a file, whole, unless there is one; other processes wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
         if not path.exists():
-            content = checked(kernel, kernel.generate())
+            data = content()
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(content)
+                file.write(data)
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)
     return path

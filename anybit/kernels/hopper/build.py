@@ -3,15 +3,15 @@
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.kernels.cute.cells import Cells, cells_of
-from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
-from anybit.kernels.hopper.chip import H200, Chip
+from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tile import Kernel
 from anybit.kernels.hopper.tiles import family, gpu_for, has_mma
-from anybit.kernels.mma import tiles as mma
+from anybit.kernels.mma.build import narrow_kernels
 
 
 def kernels_of(scheme: str) -> list[KernelSpec]:
@@ -31,24 +31,8 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         outputs = [operand] if activation is None else ["float16", "bfloat16"]
         out += scalar_linear.copy_kernels(d, outputs)
         out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
-        out += narrow_kernels(d, outputs) + scalar_linear.small_kernels(d, outputs)
+        if has_mma(d):
+            out += narrow_kernels(d, gpu_for(H200), outputs)  # any chip has the same ones
+        out += scalar_linear.small_kernels(d, outputs)
         out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
     return out
-
-
-def narrow_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[mma.Kernel]:
-    """Those of `kernels/mma` that few tokens go to, whatever the number of rows.
-
-    Any chip has the same ones: a tile follows from the rows of a multiprocessor, and all numbers of
-    rows are asked for, by the 16 of the smallest tile.
-    """
-    gpu = gpu_for(chip)
-    if not has_mma(d):
-        return []
-    found = [
-        mma.kernel_for(d, gpu, m, n, output)
-        for m in (1, mma.NARROW)
-        for n in (*range(16, 32 * mma.NARROW_WARPS * chip.multiprocessors + 1, 16), 1 << 24)
-        for output in outputs
-    ]
-    return [kernel for kernel in dict.fromkeys(found) if kernel is not None]

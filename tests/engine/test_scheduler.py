@@ -1,0 +1,125 @@
+"""What runs in a step, and what a text that gave its blocks back must run again."""
+
+import pytest
+
+from anybit.engine import model_runner
+from anybit.engine.block_manager import BlockManager
+from anybit.engine.detokenizer import Detokenizer
+from anybit.engine.graphs import StepGraphs
+from anybit.engine.llm import LLM
+from anybit.engine.scheduler import Scheduler
+from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.engine.structured import Structured
+from tests.engine.conftest import PICO
+
+BLOCK = 4
+
+
+def text(name: str, tokens: int, limit: int = 400) -> Sequence:
+    prompt = [ord(name[0]) * 400 + i for i in range(tokens)]
+    return Sequence(name, 0, prompt, SamplingParams(), Detokenizer(None, []), limit)
+
+
+def run(scheduler: Scheduler) -> dict[str, int]:
+    """Run a step: how many tokens of each text."""
+    scheduled = scheduler.schedule()
+    for s in scheduled:
+        scheduler.done(s)
+        if s.samples:
+            s.seq.append(7)
+    return {s.seq.request: s.tokens for s in scheduled}
+
+
+@pytest.mark.parametrize("blocks", [20, 31])
+def test_preemption_loses_no_more_than_the_blocks_that_were_missing(blocks: int) -> None:
+    scheduler = Scheduler(BlockManager(blocks, BLOCK), 4, 64)
+    old, new = text("old", 30), text("new", 30)
+    for seq in (old, new):
+        scheduler.add(seq)
+    while not scheduler.preemptions:
+        run(scheduler)
+    assert scheduler.waiting[0] is new
+    written = len(new.tokens)
+    taken = 0  # blocks that the old text has got since
+    while scheduler.running == [old] and taken < 3:
+        before = len(old.blocks)
+        run(scheduler)
+        taken += len(old.blocks) - before
+    scheduler.remove(old)
+    again = run(scheduler)["new"]
+    assert 0 < again <= (taken + 2) * BLOCK
+    assert new.generated == written + 1 - 30
+
+
+@pytest.mark.parametrize("length", [16, 100, 4096])
+def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
+    runner = LLM(PICO, length=64, max_running=4).engine.runner
+    runner.model.length = length
+    graphs = StepGraphs(
+        runner.model, runner.caches, 16, 4, -(-length // 16), prompts=(16, 64, 512)
+    )  # fmt: skip
+    assert graphs.prompts is not None
+    for size in graphs.prompts.sizes:
+        step = graphs._prompts_of(size, graphs.prompts)
+        assert graphs.can_read(step)
+        graphs.prompts.fill(size, step)
+        assert max(s.tokens for s in step) == min(size, length)
+        assert sum(s.tokens for s in step) >= size - 1
+        assert all(0 <= b < len(runner.caches[0].k) for s in step for b in s.seq.blocks)
+
+
+def held_back(count: int) -> list[SamplingParams]:
+    """What is sampled by the tokens before: penalties, early ends, and every other a grammar."""
+    grammar = Structured(regex="[a-z ]{5,30}")
+    return [
+        SamplingParams(
+            seed=i, max_tokens=20 + i, repetition_penalty=1.2, presence_penalty=0.3, min_tokens=4,
+            logprobs=1, structured=grammar if i % 2 else None,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def test_penalties_and_grammars_hold_no_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the next step's model runs while the host does its part."""
+    llm = LLM(PICO, dtype="float32")
+    prompts, params = [[5 + i, 6, 7] for i in range(8)], held_back(8)
+    want = llm.generate(prompts, params)
+    runner, launch, ahead = llm.engine.runner, llm.engine.runner.launch, []
+
+    def counted(scheduled: list, previous: object) -> object:
+        ahead.append(previous is not None)
+        return launch(scheduled, previous)
+
+    runner.overlaps, runner.launch = True, counted
+    got = llm.generate(prompts, params)
+    assert [[c.tokens for c in o.completions] for o in got] == [
+        [c.tokens for c in o.completions] for o in want
+    ]
+    assert [o.completions[0].finish for o in got] == [o.completions[0].finish for o in want]
+    assert sum(ahead) >= len(ahead) - 1
+    assert len(ahead) > 20
+    assert not llm.engine.busy
+
+
+def test_what_fails_to_be_sampled_takes_no_neighbour_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(PICO, dtype="float32")
+    llm.engine.runner.overlaps = True
+    prompts, params, sample = [[5], [66], [7]], held_back(3), model_runner.sample
+    want = llm.generate(prompts, params)
+
+    def fail(logits: object, rows: list) -> object:
+        if any(row.seq.tokens[0] == 66 and row.at == 5 for row in rows):
+            raise RuntimeError("out of luck")
+        return sample(logits, rows)
+
+    monkeypatch.setattr(model_runner, "sample", fail)
+    got = llm.generate(prompts, params)
+    assert [o.completions[0].finish for o in got][1] == "error"
+    assert got[1].completions[0].error == "RuntimeError: out of luck"
+    for i in (0, 2):
+        assert got[i].completions[0].tokens == want[i].completions[0].tokens
+    blocks = llm.engine.scheduler.blocks
+    assert len(blocks.free) == blocks.count
