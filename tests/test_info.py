@@ -20,7 +20,7 @@ def test_sizes_are_those_of_what_quantize_writes(scheme: str, tmp_path: Path) ->
     dense, quantized = found.sizes
     assert (dense.disk, found.weights) == (report.bytes_before, report.weights)
     assert quantized.disk == pytest.approx(report.bytes_after, rel=0.001)
-    assert (found.parameters, found.layers) == (7344384, 56)
+    assert (found.parameters, found.layers) == (2623232, 14)
     again = info(tmp_path / "out")
     assert [size.format for size in again.sizes] == ["as it is"]
     assert again.sizes[0].disk == report.bytes_after
