@@ -37,6 +37,11 @@ VNNI = [
 EVERY = LEVELS + VNNI
 
 
+def named(value: object) -> str:
+    """Of a parameter, for pytest."""
+    return getattr(value, "name", str(value))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compile every kernel: what a user's cache holds is not what is tested."""
@@ -143,7 +148,9 @@ PRODUCTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "level"), pairs(PRODUCTS, EVERY, 2), indirect=["level"], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "level"), pairs(PRODUCTS, EVERY, 2), indirect=["level"], ids=named
+)
 def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 19)
     k = weight.shape[1]
@@ -155,7 +162,7 @@ def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
 INT8 = ["int2", "int4", "int8", "liquid", "liquid:group=16"]
 
 
-@pytest.mark.parametrize(("spec", "level"), pairs(INT8, EVERY, 2), indirect=["level"], ids=str)
+@pytest.mark.parametrize(("spec", "level"), pairs(INT8, EVERY, 2), indirect=["level"], ids=named)
 def test_int8_products_are_those_of_integers(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 37)
     prepared = backend.prepare(weight, "int8")
@@ -279,7 +286,7 @@ def test_a_format_of_a_stranger(stranger: type[Format], spec: str) -> None:
 SCALED = ["int4:group=64", "int4:group=64,zero", "fp8:group=32"]
 
 
-@pytest.mark.parametrize(("spec", "level"), pairs(SCALED, EVERY, 2), indirect=["level"], ids=str)
+@pytest.mark.parametrize(("spec", "level"), pairs(SCALED, EVERY, 2), indirect=["level"], ids=named)
 def test_scales_that_fp16_does_not_hold(level: isa.Isa, spec: str) -> None:
     """Groups have fp32 scales then, as other tools' checkpoints do."""
     plain = packed(spec, 19)

@@ -17,7 +17,7 @@ from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.kv.int4 import spread, unpack
 from anybit.engine.recording import Recording
 from anybit.kernels.native import attention, build, cache, dense, floats, fused, isa
-from tests.kernels.test_native import LEVELS
+from tests.kernels.test_native import LEVELS, named
 from tests.needs import pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -161,7 +161,9 @@ ATTENDED = [  # kind of cache, dtype, heads, of the cache, their dimension
 ]
 
 
-@pytest.mark.parametrize(("case", "level"), pairs(ATTENDED, LEVELS, 2), indirect=["level"], ids=str)
+@pytest.mark.parametrize(
+    ("case", "level"), pairs(ATTENDED, LEVELS, 2), indirect=["level"], ids=named
+)
 def test_attention_over_pages(level: isa.Isa, case: tuple) -> None:
     kind, dtype, heads, kv_heads, dim, scores = case
     own = make_cache(kv_heads, dim, kind, dtype)
@@ -221,7 +223,9 @@ WRITTEN = [  # kind of cache, dtype, dimension of heads, whether they are normed
 ]
 
 
-@pytest.mark.parametrize(("case", "level"), pairs(WRITTEN, LEVELS, 2), indirect=["level"], ids=str)
+@pytest.mark.parametrize(
+    ("case", "level"), pairs(WRITTEN, LEVELS, 2), indirect=["level"], ids=named
+)
 def test_write(level: isa.Isa, case: tuple[str, torch.dtype, int, bool]) -> None:
     kind, dtype, dim, normed = case
     heads, kv_heads, tokens = 5, 2, 7
