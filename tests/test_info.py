@@ -10,7 +10,9 @@ from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.cli.info import bytes_of, cache_of, info
 from anybit.errors import InvalidInput
 from tests.hub import serving, use
-from tests.test_cli import PICO, run
+from tests.test_cli import ROOT, run
+
+PICO = ROOT / "models" / "pico"
 
 
 @pytest.mark.parametrize("scheme", ["fp6", "int4:group=64,zero", "liquid@int8"])
@@ -20,7 +22,7 @@ def test_sizes_are_those_of_what_quantize_writes(scheme: str, tmp_path: Path) ->
     dense, quantized = found.sizes
     assert (dense.disk, found.weights) == (report.bytes_before, report.weights)
     assert quantized.disk == pytest.approx(report.bytes_after, rel=0.001)
-    assert (found.parameters, found.layers) == (2623232, 14)
+    assert (found.parameters, found.layers) == (7344384, 56)
     again = info(tmp_path / "out")
     assert [size.format for size in again.sizes] == ["as it is"]
     assert again.sizes[0].disk == report.bytes_after

@@ -46,7 +46,8 @@ def short_pico() -> Path:
     pico = Path(__file__).parents[1] / "models" / "pico"
     short = Path(tempfile.mkdtemp(prefix="short_pico"))
     atexit.register(shutil.rmtree, short, ignore_errors=True)
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    copied = "README.md generation_config.json tokenizer.json tokenizer_config.json"
+    for name in copied.split():
         shutil.copy(pico / name, short)
     config = json.loads((pico / "config.json").read_text()) | {"num_hidden_layers": 2}
     (short / "config.json").write_text(json.dumps(config))
