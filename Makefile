@@ -27,7 +27,9 @@ demo: .venv/.installed  ## Quantize a real model to every family of formats, and
 	@echo "== anybit demo"
 	@$(BIN)/anybit demo
 
-test: lint pytest docs  ## Lint, check imports and types, run all tests, build the documentation; needs no GPU.
+# Types are checked on one core while tests begin on the other; none begin after a mistake of style.
+test: .venv/.installed  ## Lint, check imports and types, run all tests, build the documentation; needs no GPU.
+	@$(MAKE) --no-print-directory --jobs 2 lint docs pytest
 
 lint: .venv/.installed  ## Check style, types, and that rooms import only what stands below them.
 	@echo "== ruff"

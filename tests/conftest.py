@@ -1,12 +1,15 @@
 """Triton kernels run on the GPU with ANYBIT_TEST_DEVICE=cuda, else in its interpreter.
 
 Tests run in random order (pytest-randomly; `-p "randomly_seed=N"` repeats one), so each starts from
-the same random numbers and must leave the process as it found it.
+the same random numbers and must leave the process as it found it. The tests of a file share a
+budget of CPU time.
 """
 
 import logging
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +27,31 @@ for name in ("ANYBIT_API_KEY", "ANYBIT_DEBUG", "FORCE_COLOR", "GITHUB_ACTIONS", 
 def pytest_configure() -> None:
     """Fail at once where CI would skip what it is for."""
     needs.check_compilers()
+
+
+# The longest file takes a third; those who try every kernel, or a GPU, have time.
+CPU_SECONDS = 90.0 if DEVICE == "cpu" and not needs.EVERY_KERNEL else float("inf")
+spent: Counter[Path] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Count CPU seconds, of this process and of those that it has waited for."""
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        spent[item.path] += sum(os.times()[:4]) - before
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail what begins after its file has used up the budget."""
+    if spent[item.path] > CPU_SECONDS:
+        pytest.fail(
+            f"{item.path.name} took {spent[item.path]:.0f} s of CPU time, of {CPU_SECONDS:.0f}: "
+            "let tests share what they make, or keep all pairs for `make test-emulated`",
+            pytrace=False,
+        )
 
 
 @pytest.fixture(autouse=True)

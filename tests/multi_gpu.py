@@ -213,14 +213,20 @@ def main() -> int:
     schemes = tuple(args.schemes) or SCHEMES
     context = multiprocessing.get_context("spawn")
     meet = tempfile.mktemp(prefix="anybit-ranks-")  # ranks meet at a file that is not there yet
-    ranks = [
-        context.Process(target=work, args=(rank, args.cpu, meet, schemes)) for rank in range(RANKS)
+    others = [
+        context.Process(target=work, args=(rank, args.cpu, meet, schemes), daemon=True)
+        for rank in range(1, RANKS)
     ]
-    for process in ranks:
+    for process in others:
         process.start()
-    for process in ranks:
+    failed = False
+    try:
+        work(0, args.cpu, meet, schemes)
+    except SystemExit as done:
+        failed = bool(done.code)
+    for process in others:
         process.join()
-    return int(any(process.exitcode for process in ranks))
+    return int(failed or any(process.exitcode for process in others))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,18 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def pairs(first: Sequence[A], second: Sequence[B]) -> list[tuple[A, B]]:
-    """All pairs, or, without EVERY_KERNEL, each of `first` with one of `second`, in turn.
+def pairs(first: Sequence[A], second: Sequence[B], each: int = 1) -> list[tuple[A, B]]:
+    """All pairs, or, without EVERY_KERNEL, each of `first` with `each` of `second`, in turn.
 
     Each turn begins one further, so that what repeats in `first` does not meet the same again.
     """
-    if EVERY_KERNEL:
+    if EVERY_KERNEL or each >= len(second):
         return list(product(first, second))
-    return [(a, second[(i + i // len(second)) % len(second)]) for i, a in enumerate(first)]
+    return [
+        (a, second[(i + i // len(second) + n) % len(second)])
+        for i, a in enumerate(first)
+        for n in range(each)
+    ]
 
 
 def check_compilers() -> None:

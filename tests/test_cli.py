@@ -28,8 +28,10 @@ from anybit.evaluate.corpus import held_out_text, prose
 from anybit.evaluate.model import complete, encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
 from anybit.nn.plan import plan_from
+from tests import tiny
 
-PICO = Path(__file__).parent.parent / "models" / "pico"
+ROOT = Path(__file__).parent.parent
+PICO = tiny.short_pico()
 ENTRY = typer.main.get_command(app)
 COMMANDS = ENTRY.commands  # type: ignore[attr-defined]
 
@@ -46,7 +48,7 @@ def run(*args: object, code: int = 0) -> tuple[str, str]:
 def fp6(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "fp6"
     stdout, _ = run("quantize", PICO, "--format", "fp6", "--method", "rtn", "-o", out)
-    assert "56 layers" in stdout
+    assert "14 layers" in stdout
     return out
 
 
@@ -275,7 +277,7 @@ def test_formats_that_gain_by_data() -> None:
 def test_other_errors_are_one_message(
     args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(PICO.parent.parent)
+    monkeypatch.chdir(ROOT)
     stdout, stderr = run(*args, code=1)
     assert message in stderr
     assert len(stderr.splitlines()) == 1
@@ -456,7 +458,7 @@ def test_build_takes_the_formats_of_a_checkpoint(tmp_path: Path) -> None:
 def test_a_calibrated_run_ends_with_the_same_summary(tmp_path: Path) -> None:
     options = ["--calibrate", "python", "--samples", 16, "--length", 128]
     stdout, _ = run("quantize", PICO, "--format", "int4", "-o", tmp_path / "out", *options)
-    assert "out: 56 layers with 6.291 million weights quantized, 18 tensors kept; 14.7 MB -> " in (
+    assert "out: 14 layers with 1.573 million weights quantized, 6 tensors kept; 5.25 MB -> " in (
         stdout.replace("\n", "")
     )
 

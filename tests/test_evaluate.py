@@ -12,8 +12,9 @@ from anybit.errors import InvalidInput
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import Remembered, excerpts, score, windows
 from anybit.evaluate.run import evaluate
+from tests import tiny
 
-PICO = Path(__file__).parent.parent / "models/pico"
+PICO = tiny.short_pico()
 
 
 class Bigram:

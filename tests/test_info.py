@@ -10,7 +10,9 @@ from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.cli.info import bytes_of, cache_of, info
 from anybit.errors import InvalidInput
 from tests.hub import serving, use
-from tests.test_cli import PICO, run
+from tests.test_cli import ROOT, run
+
+PICO = ROOT / "models" / "pico"
 
 
 @pytest.mark.parametrize("scheme", ["fp6", "int4:group=64,zero", "liquid@int8"])

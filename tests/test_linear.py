@@ -22,6 +22,7 @@ from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.native import backend as native
 from anybit.nn import op as ops
 from anybit.nn.linear import check_finite
+from tests.needs import pairs
 from tests.specs import SPECS
 from tests.tiny import same_output
 
@@ -46,8 +47,7 @@ def tokens(m, dtype):
     return torch.randn(m, K, generator=torch.Generator().manual_seed(m)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "dtype"), pairs(SPECS, DTYPES))
 def test_one_hot_tokens_read_every_weight_back(spec, dtype):
     q = layer(spec, bias=False)
     weight = reference.operand_weight(q.packed, dtype)
@@ -334,8 +334,7 @@ def test_a_layout_is_made_anew_for_another_dtype(stranger):
 # Decoded copies.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("spec", "dtype"), pairs(SPECS, DTYPES))
 def test_a_decoded_layer_reads_its_rounded_weight_back(spec, dtype):
     q = layer(spec, bias=False, keep="decoded")
     assert torch.equal(q(torch.eye(K, dtype=dtype)), q.dequantize(dtype).T)

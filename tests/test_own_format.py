@@ -20,7 +20,6 @@ from tests import tiny
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 ROOT = Path(__file__).parent.parent
-PICO = ROOT / "models" / "pico"
 SOURCE = re.search(r"```python\n(.*?)```", (ROOT / "docs/add_a_format.md").read_text(), re.S)
 
 
@@ -60,10 +59,10 @@ def test_the_weights_are_the_nearest_of_three(module: Path, spec: str) -> None:
 
 
 def test_it_is_saved_loaded_and_writes(module: Path, tmp_path: Path) -> None:
-    model, tokenizer = load_text_model(PICO, "cpu")
+    model, tokenizer = load_text_model(tiny.short_pico(), "cpu")
     plan = {"*": "int8", "*.mlp.*": "ternary:group=64"}
     anybit.quantize_(model, plan)
-    layer = model.get_submodule("model.layers.3.mlp.down_proj")
+    layer = model.get_submodule("model.layers.1.mlp.down_proj")
     assert layer.format.bits_per_weight((256, 768)) == 2 + 16 / 64
     before = complete(model, tokenizer, "def read(path):", max_tokens=12)
     anybit.save(model, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Quantizers by name, and the commands that use them, on models/pico."""
+"""Quantizers by name, and the commands that use them, on a short models/pico."""
 
 import json
 import re
@@ -18,8 +18,9 @@ from anybit.evaluate.corpus import calibration_text
 from anybit.nn.model import quantized_layers
 from anybit.quantizers.gptq import GPTQ
 from anybit.quantizers.registry import CALIBRATED, DATA_FREE, default_method
+from tests import tiny
 
-PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
+PICO = tiny.short_pico()
 LAYERS = "*.layers.1.self_attn.*"
 PART = ["--format", "none", "--format", f"{LAYERS}=int3"]
 TEXT = ["--calibrate", "python", "--samples", "4", "--length", "128"]

@@ -1,10 +1,16 @@
-"""Tiny random models that tests of checkpoints share."""
+"""Tiny random models that tests of checkpoints share, and a short trained one."""
 
+import atexit
+import json
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 SIZES = {
     "hidden_size": 64,
@@ -31,7 +37,28 @@ def dense(directory: Path, shard_size: str = "5GB", **options: Any) -> Path:
     return directory
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
+@cache
+def short_pico() -> Path:
+    """models/pico with two of its eight blocks: its tokenizer, and real weights, in less time.
+
+    What it writes and scores is not good. Tests of figures take models/pico itself.
+    """
+    pico = Path(__file__).parents[1] / "models" / "pico"
+    short = Path(tempfile.mkdtemp(prefix="short_pico"))
+    atexit.register(shutil.rmtree, short, ignore_errors=True)
+    copied = "README.md generation_config.json tokenizer.json tokenizer_config.json"
+    for name in copied.split():
+        shutil.copy(pico / name, short)
+    config = json.loads((pico / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (short / "config.json").write_text(json.dumps(config))
+    tensors = load_file(pico / "model.safetensors")
+    beyond = tuple(f"model.layers.{block}." for block in range(2, 8))
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(beyond)}
+    save_file(kept, short / "model.safetensors", metadata={"format": "pt"})
+    return short
+
+
+def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(TOKENS.to(model.device)).logits
 

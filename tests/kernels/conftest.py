@@ -1,8 +1,20 @@
 """What tests of several families of kernels share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
+
+from tests.kernels.compiling import process
+
+
+@pytest.fixture(scope="session")
+def compilers() -> Iterator[Callable[..., Executor]]:
+    """Processes in which Triton compiles, for `cuda` and for `hip`; each begins when asked for."""
+    with ExitStack() as stack:
+        yield cache(lambda backend="cuda": stack.enter_context(process(backend == "hip")))
 
 
 @pytest.fixture

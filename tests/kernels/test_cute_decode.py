@@ -20,6 +20,7 @@ from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder, decoder, numbe
 from anybit.kernels.cute.lang import Word, planes, tiling
 from anybit.kernels.cute.pack import ROWS, fragment, pack
 from anybit.kernels.reference import operand_weight
+from tests.needs import pairs
 from tests.specs import SPECS
 
 OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")
@@ -103,10 +104,10 @@ def columns_of(fmt: Format) -> int:
     return max(2, fmt.tile[1], *(entry.group for entry in fmt.entries().values()))
 
 
-@pytest.mark.parametrize(("spec", "operand"), PAIRS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_threads_hold_the_weights(spec: str, operand: str, whole: bool) -> None:
+@pytest.mark.parametrize(("which", "whole"), pairs(PAIRS, [True, False]))
+def test_threads_hold_the_weights(which: tuple[str, str], whole: bool) -> None:
     """In whole K tiles, and where the last has a group of columns."""
+    spec, operand = which
     d = decoder(get_format(spec), operand)
     assert isinstance(d, Decoder)
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ from anybit.kernels.mma import backend, build, linear, selftest, tiles
 from anybit.kernels.mma.launch import POINTERS, MmaArguments, MmaLauncher
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from tests.kernels.mma import GPUS
-from tests.needs import EVERY_KERNEL
+from tests.needs import EVERY_KERNEL, pairs
 
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -70,11 +70,12 @@ def test_all_that_layers_launch_is_built_beforehand(scheme: str, name: str) -> N
 
 
 SLOW = ["trellis", "trellis:bits=4,code=pair8@int8", "trellis:bits=7"]
+MORE = ["int8:group=32,zero", "int3:group=64"]
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-@pytest.mark.parametrize("scheme", [*SCALAR, "int8:group=32,zero", "int3:group=64", *SLOW])
-def test_every_problem_has_a_tile_that_fits(gpu: Gpu, scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "name"), pairs([*SCALAR, *MORE, *SLOW], [*GPUS], 2))
+def test_every_problem_has_a_tile_that_fits(scheme: str, name: str) -> None:
+    gpu = GPUS[name]
     for d in decoders(scheme):
         for n in (8, 512, 4096, 6144, 28672):
             family = tiles.family(d, gpu, n, "bfloat16")
@@ -190,9 +191,9 @@ def test_few_tokens_go_where_they_are_faster() -> None:
     assert sum(gains) > 1.15 * len(gains)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-@pytest.mark.parametrize("scheme", [*SCALAR, "int8:group=32,zero", "int3:group=64"])
-def test_experts_have_tiles_that_fit(gpu: Gpu, scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "name"), pairs([*SCALAR, *MORE], [*GPUS], 2))
+def test_experts_have_tiles_that_fit(scheme: str, name: str) -> None:
+    gpu = GPUS[name]
     for d in decoders(scheme):
         family = tiles.family_experts(d, gpu, "bfloat16")
         assert family

@@ -34,6 +34,12 @@ VNNI = [
     for level in isa.X86
     if level.name == "avx2_vnni" and level not in LEVELS and LEVELS[0].name.startswith("avx512_")
 ]
+EVERY = LEVELS + VNNI
+
+
+def named(value: object) -> str:
+    """Of a parameter, for pytest."""
+    return getattr(value, "name", str(value))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,7 +50,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=LEVELS + VNNI, ids=lambda level: level.name)
+@pytest.fixture(params=EVERY, ids=lambda level: level.name)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> isa.Isa:
     monkeypatch.setattr(backend, "isa", lambda: request.param)
     chosen: isa.Isa = request.param
@@ -136,24 +142,27 @@ def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype
     assert same(backend.linear(eye, prepared, None), expected)
 
 
+PRODUCTS = [
+    "int3", "int4:group=32", "int4:group=128,zero", "int5:zero", "int7", "int8", "fp6", "fp8",
+    "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("spec", "counts"),
-    pairs(
-        ["int3", "int4:group=32", "int4:group=128,zero", "int5:zero", "int7", "int8", "fp6", "fp8",
-         "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL],
-        [(1, 5), (2, 11), (3, 4)],
-    ),
-    ids=str,
-)  # fmt: skip
-def test_products_on_every_level(level: isa.Isa, spec: str, counts: tuple[int, int]) -> None:
+    ("spec", "level"), pairs(PRODUCTS, EVERY, 2), indirect=["level"], ids=named
+)
+def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 19)
     k = weight.shape[1]
-    for m in counts:
+    for m in [(1, 5), (2, 11), (3, 4)][PRODUCTS.index(spec) % 3]:
         dtype = list(EPS)[m % 3]
         check(tokens(m, k, dtype), weight, None, tokens(1, 19)[0])
 
 
-@pytest.mark.parametrize("spec", ["int2", "int4", "int8", "liquid", "liquid:group=16"])
+INT8 = ["int2", "int4", "int8", "liquid", "liquid:group=16"]
+
+
+@pytest.mark.parametrize(("spec", "level"), pairs(INT8, EVERY, 2), indirect=["level"], ids=named)
 def test_int8_products_are_those_of_integers(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 37)
     prepared = backend.prepare(weight, "int8")
@@ -274,7 +283,10 @@ def test_a_format_of_a_stranger(stranger: type[Format], spec: str) -> None:
         check(tokens(m, K, torch.bfloat16), weight, None)
 
 
-@pytest.mark.parametrize("spec", ["int4:group=64", "int4:group=64,zero", "fp8:group=32"])
+SCALED = ["int4:group=64", "int4:group=64,zero", "fp8:group=32"]
+
+
+@pytest.mark.parametrize(("spec", "level"), pairs(SCALED, EVERY, 2), indirect=["level"], ids=named)
 def test_scales_that_fp16_does_not_hold(level: isa.Isa, spec: str) -> None:
     """Groups have fp32 scales then, as other tools' checkpoints do."""
     plain = packed(spec, 19)

@@ -17,7 +17,8 @@ from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.kv.int4 import spread, unpack
 from anybit.engine.recording import Recording
 from anybit.kernels.native import attention, build, cache, dense, floats, fused, isa
-from tests.kernels.test_native import LEVELS
+from tests.kernels.test_native import LEVELS, named
+from tests.needs import pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of a rounding
@@ -90,8 +91,7 @@ def test_exp_is_exact_to_two_units(level: isa.Isa) -> None:
     assert floats.LEAST < -87.4  # below it, exp is zero in fp32 but for denormal numbers
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize(("m", "dtype"), pairs([1, 2, 3, 4], DTYPES), ids=str)
 def test_dense_products(level: isa.Isa, dtype: torch.dtype, m: int) -> None:
     for n, k in ((37, 77), (5, 640), (130, 129)):
         x = random(m, 2 * k, dtype=dtype)[:, :k]
@@ -148,24 +148,24 @@ def pages_of(contexts: list[int]) -> Tensor:
     return torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
 
 
+ATTENDED = [  # kind of cache, dtype, heads, of the cache, their dimension
+    ("model", torch.float32, 4, 2, 32, Scores(0.3)),
+    ("model", torch.bfloat16, 8, 1, 64, Scores(0.2, window=30)),
+    ("static", torch.float16, 3, 3, 16, Scores(0.3, softcap=2.0)),
+    ("dynamic", torch.bfloat16, 4, 4, 80, Scores(0.1, window=9, softcap=5.0)),
+    ("int4", torch.float32, 4, 2, 16, Scores(0.3)),
+    ("int4", torch.bfloat16, 3, 1, 80, Scores(0.2, window=30, softcap=3.0)),
+    ("int4", torch.float16, 2, 2, 256, Scores(0.1)),
+    ("k8v4", torch.float32, 2, 1, 256, Scores(0.1, window=30)),
+    ("k8v4", torch.bfloat16, 4, 2, 64, Scores(0.1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype", "heads", "kv_heads", "dim", "scores"),
-    [
-        ("model", torch.float32, 4, 2, 32, Scores(0.3)),
-        ("model", torch.bfloat16, 8, 1, 64, Scores(0.2, window=30)),
-        ("static", torch.float16, 3, 3, 16, Scores(0.3, softcap=2.0)),
-        ("dynamic", torch.bfloat16, 4, 4, 80, Scores(0.1, window=9, softcap=5.0)),
-        ("int4", torch.float32, 4, 2, 16, Scores(0.3)),
-        ("int4", torch.bfloat16, 3, 1, 80, Scores(0.2, window=30, softcap=3.0)),
-        ("int4", torch.float16, 2, 2, 256, Scores(0.1)),
-        ("k8v4", torch.float32, 2, 1, 256, Scores(0.1, window=30)),
-        ("k8v4", torch.bfloat16, 4, 2, 64, Scores(0.1)),
-    ],
+    ("case", "level"), pairs(ATTENDED, LEVELS, 2), indirect=["level"], ids=named
 )
-def test_attention_over_pages(
-    level: isa.Isa, kind: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
-    scores: Scores,
-) -> None:  # fmt: skip
+def test_attention_over_pages(level: isa.Isa, case: tuple) -> None:
+    kind, dtype, heads, kv_heads, dim, scores = case
     own = make_cache(kv_heads, dim, kind, dtype)
     contexts = [1, 70, 300, 8]  # parts of a vector of tokens, more than one part of a context
     tables = pages_of(contexts)
@@ -207,24 +207,27 @@ def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
     assert attention.attend(q, own.planes, tables, lengths, 24, 0.3, 5).isfinite().all()
 
 
+WRITTEN = [  # kind of cache, dtype, dimension of heads, whether they are normed
+    ("model", torch.float32, 32, False),
+    ("model", torch.bfloat16, 80, True),
+    ("static", torch.bfloat16, 80, False),
+    ("dynamic", torch.float16, 16, False),
+    ("dynamic", torch.float32, 16, True),
+    ("int4", torch.float32, 16, False),
+    ("int4", torch.bfloat16, 80, False),
+    ("int4", torch.float16, 256, False),
+    ("k8v4", torch.float32, 256, False),
+    ("k8v4", torch.bfloat16, 64, True),
+    ("k8v4", torch.float16, 160, False),
+    ("int4", torch.float32, 64, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype", "dim", "normed"),
-    [
-        ("model", torch.float32, 32, False),
-        ("model", torch.bfloat16, 80, True),
-        ("static", torch.bfloat16, 80, False),
-        ("dynamic", torch.float16, 16, False),
-        ("dynamic", torch.float32, 16, True),
-        ("int4", torch.float32, 16, False),
-        ("int4", torch.bfloat16, 80, False),
-        ("int4", torch.float16, 256, False),
-        ("k8v4", torch.float32, 256, False),
-        ("k8v4", torch.bfloat16, 64, True),
-        ("k8v4", torch.float16, 160, False),
-        ("int4", torch.float32, 64, True),
-    ],
+    ("case", "level"), pairs(WRITTEN, LEVELS, 2), indirect=["level"], ids=named
 )
-def test_write(level: isa.Isa, kind: str, dtype: torch.dtype, dim: int, normed: bool) -> None:
+def test_write(level: isa.Isa, case: tuple[str, torch.dtype, int, bool]) -> None:
+    kind, dtype, dim, normed = case
     heads, kv_heads, tokens = 5, 2, 7
     own, other = (make_cache(kv_heads, dim, kind, dtype) for _ in range(2))
     if kind != "model":

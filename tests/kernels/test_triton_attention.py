@@ -1,9 +1,8 @@
 """Paged attention and the fused write against the definition in plain torch."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import Executor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from anybit.kernels.kv import Planes
 from anybit.kernels.triton import activation, attention_int8, cache, dense
 from anybit.kernels.triton import attention as kernels
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
+from tests.kernels.compiling import Job, built
 from tests.needs import EVERY_KERNEL, pairs
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
@@ -255,31 +255,7 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
             "BATCH": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
-         "GROUPS": 1,          "SEQUENCES": 64}  # fmt: skip
-
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from anybit.kernels.triton import activation, attention, attention_int8, cache, dense
-
-for name, pointers, constants, warps, stages, arch in eval(sys.argv[1]):
-    modules = (attention, attention_int8, cache, activation, dense)
-    kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
-    signature, values = {}, {}
-    for at, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument], values[(at,)] = "constexpr", constants[argument]
-        else:
-            signature[argument] = pointers.get(argument, pointers["default"])
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    source = ASTSource(kernel, signature, values)
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    ptx = built.asm["ptx"]
-    print(name, built.metadata.shared, "mma." in ptx, "griddepcontrol.wait" in ptx)
-"""
-
+         "GROUPS": 1, "SEQUENCES": 64}  # fmt: skip
 
 ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
 WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
@@ -318,38 +294,33 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
 ]
 
 
-def test_compiles_for_gpus() -> None:
+def test_compiles_for_gpus(compilers: Callable[..., Executor]) -> None:
     """In bf16, with the matrix unit and within every GPU's shared memory; needs no GPU."""
-    jobs = [job(*kernel) for kernel in KERNELS]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, repr(jobs)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines = [line.split() for line in run.stdout.splitlines()]
-    assert [line[0] for line in lines] == [job[0] for job in jobs]
-    for (arch, *_), (name, shared, uses_mma, waits) in zip(KERNELS, lines, strict=True):
-        assert int(shared) <= ROOM, name
-        assert (uses_mma == "True") == (name in ("_attend", "_attend_int8")), name
-        assert (waits == "True") == (arch >= 90), name  # for the previous kernel
+    for arch, name, *rest in KERNELS:
+        made = compilers().submit(built, job(arch, name, *rest)).result()
+        assert made.shared <= ROOM, name
+        assert ("mma." in made.text) == (name in ("_attend", "_attend_int8")), name
+        assert ("griddepcontrol.wait" in made.text) == (arch >= 90), name  # for the kernel before
 
 
-def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
-    """A kernel's name, its arguments' types, its constants, warps, stages and architecture."""
+def job(arch: int, name: str, kind: str, more: dict, warps: int) -> Job:
+    """A kernel of an architecture and a kind of cache."""
     k_kind, v_kind = {"k8v4": ("dynamic", "int4")}.get(kind, (kind, kind))
-    out = "*fp32" if more.get("SPLITS", 1) > 1 and name == "_attend_int8" else "*bf16"
-    pointers = POINTERS | {"default": "*bf16", "out": out, "parts": "*fp32"}
-    for which, own in (("k", k_kind), ("v", v_kind)):
-        pointers[f"{which}_cache"] = {"model": "*bf16", "int4": "*u8"}.get(own, "*i8")
-        if own == "int4":
-            pointers[f"{which}_scale"] = "*i32"
-    if more.get("LARGEST"):
-        pointers |= {"out": "*i8", "scales": "*fp32"}
     modules = (kernels, attention_int8, cache, activation, dense)
-    arguments = next(getattr(m, name) for m in modules if hasattr(m, name)).arg_names
-    sizes = SIZES | {"K_KIND": k_kind, "V_KIND": v_kind, "PDL": arch >= 90}
-    constants = {k: v for k, v in (sizes | more).items() if k in arguments}
+    module = next(m for m in modules if hasattr(m, name))
+    arguments = getattr(module, name).arg_names
+    kinds = dict.fromkeys(arguments, "*bf16") | POINTERS | {"parts": "*fp32"}
+    if more.get("SPLITS", 1) > 1 and name == "_attend_int8":
+        kinds["out"] = "*fp32"
+    for which, own in (("k", k_kind), ("v", v_kind)):
+        kinds[f"{which}_cache"] = {"model": "*bf16", "int4": "*u8"}.get(own, "*i8")
+        if own == "int4":
+            kinds[f"{which}_scale"] = "*i32"
+    if more.get("LARGEST"):
+        kinds |= {"out": "*i8", "scales": "*fp32"}
+    constants = SIZES | {"K_KIND": k_kind, "V_KIND": v_kind, "PDL": arch >= 90} | more
     if kind == "model":
-        constants |= {k: None for k in ("k_scale", "v_scale") if k in arguments}
+        constants |= {"k_scale": None, "v_scale": None}
     tile = kernels.PROMPT if more.get("ROWS") == 128 else kernels.TILES[k_kind]
     if more.get("ROWS") == 128:
         dim, groups = constants["D"], constants["GROUPS"]
@@ -357,9 +328,10 @@ def job(arch: int, name: str, kind: str, more: dict, warps: int) -> tuple:
         head = bytes_of.get(k_kind, dim) + 8 * groups
         tile = kernels.fitted(tile._replace(rows=128), dim, 2, head, ROOM)
         constants["ROWS"] = tile.rows
-    if "TOKENS" in constants:
-        constants["TOKENS"] = tile.tokens
-    return name, pointers, constants, warps, tile.stages, arch
+    constants["TOKENS"] = tile.tokens
+    options = {"num_warps": warps, "num_stages": tile.stages}
+    place = module.__name__.rpartition(".")[2]
+    return Job(f"{place}.{name}", kinds, constants, ("cuda", arch, 32), options)
 
 
 class FakeGraph:

@@ -1,9 +1,8 @@
 """Shared memory of the engine's Triton kernels on GPUs that have less than a Hopper GPU."""
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,14 @@ import torch
 pytest.importorskip("triton")
 
 from anybit.kernels.kv import Planes
-from anybit.kernels.triton import attention
+from anybit.kernels.triton import activation, attention
 from anybit.kernels.triton.attention import PROMPT, TILES, Tile
+from tests.kernels.compiling import Job, built
 from tests.needs import EVERY_KERNEL
 
 KB = 1024
 ROOMS = {80: 163 * KB, 86: 99 * KB, 89: 99 * KB, 120: 99 * KB}  # by architecture
 DTYPES = {"model": "*bf16", "static": "*i8", "dynamic": "*i8", "int4": "*u8"}
-Case = tuple[str, int, Tile]  # kind of cache, dimension of heads, tile
 
 
 def head_bytes(kind: str, dim: int, size: int = 2) -> int:
@@ -63,77 +62,56 @@ def test_what_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not a power of two" in str(refuse(wide[..., :80]))
 
 
-PROGRAM = """
-import json
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from anybit.kernels.triton import activation, attention, attention_int8
-
 SCALES = {"model": None, "static": "*fp32", "dynamic": "*fp32", "int4": "*i32"}
+ALIGNED = ("q", "k_cache", "v_cache", "k_scale", "v_scale", "out", "TABLE_STRIDE")
 
 
-def shared(function, kinds, constants, warps, stages=3):
-    names = function.arg_names
-    constants |= {n: None for n, kind in kinds.items() if kind is None}
-    signature = {n: kinds.get(n) or "constexpr" for n in names}
-    values = {(names.index(n),): v for n, v in constants.items()}
-    aligned = {
-        (names.index(n),): [["tt.divisibility", 16]] for n, kind in kinds.items()
-        if kind and n in ("q", "k_cache", "v_cache", "k_scale", "v_scale", "out", "TABLE_STRIDE")
-    }
-    source = ASTSource(function, signature, values, aligned)
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=target, options=options).metadata.shared
-
-
-for kind, dim, (tokens, warps, stages, rows), cache in json.loads(sys.argv[2]):
-    single = rows == 16 and kind != "model"
-    kinds = dict(
-        q="*bf16", k_cache=cache, v_cache=cache, k_scale=SCALES[kind], v_scale=SCALES[kind],
-        tables="*i32", contexts="*i32", out="*bf16", TABLE_STRIDE="i32", SCALE="fp32", sums=None,
-        maxima=None, sinks=None,
-    )
-    constants = dict(
-        KV_HEADS=8, GROUP=4, D=dim, BLOCK=16, WINDOW=0, K_KIND=kind, V_KIND=kind, SPLITS=1,
-        GROUPS=max(1, dim // 128) if kind == "int4" else 1, TOKENS=tokens, PDL=False,
-    )
-    function = attention_int8._attend_int8 if single else attention._attend
+def attend(architecture: int, kind: str, dim: int, tile: Tile) -> Job:
+    single = tile.rows == 16 and kind != "model"
+    kinds: dict[str, Any] = {
+        "q": "*bf16", "k_cache": DTYPES[kind], "v_cache": DTYPES[kind], "k_scale": SCALES[kind],
+        "v_scale": SCALES[kind], "tables": "*i32", "contexts": "*i32", "out": "*bf16",
+        "TABLE_STRIDE": "i32", "SCALE": "fp32", "sums": None, "maxima": None, "sinks": None,
+    }  # fmt: skip
+    constants = {
+        "KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK": 16, "WINDOW": 0, "K_KIND": kind,
+        "V_KIND": kind, "SPLITS": 1, "GROUPS": max(1, dim // 128) if kind == "int4" else 1,
+        "TOKENS": tile.tokens, "PDL": False,
+    } | {name: None for name, type in kinds.items() if type is None}  # fmt: skip
     if not single:
         kinds |= {"starts": "*i32", "BATCH": "i32"}
-        constants |= {"ROWS": rows, "SEQUENCES": 0 if rows < 128 else 64}
-    print(kind, dim, rows, shared(function, kinds, constants, warps, stages))
-if sys.argv[3] == "activations":
-    tokens = dict.fromkeys(["x", "other", "weight", "residual", "hadamard"], "*bf16")
-    kinds = tokens | dict(
-        vector="*fp32", out="*i8", scales="*fp32", sums="*i32", K="i32", X_STRIDE="i32",
-        OTHER_STRIDE="i32", EPS="fp32",
-    )
+        constants |= {"ROWS": tile.rows, "SEQUENCES": 0 if tile.rows < 128 else 64}
+    name = "attention_int8._attend_int8" if single else "attention._attend"
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Job(name, kinds, constants, ("cuda", architecture, 32), options, ALIGNED)
+
+
+def token(architecture: int) -> Job:
+    kinds = dict.fromkeys(("x", "other", "weight", "residual", "hadamard"), "*bf16")
+    kinds |= dict.fromkeys(("K", "X_STRIDE", "OTHER_STRIDE"), "i32")
+    kinds |= {"vector": "*fp32", "out": "*i8", "scales": "*fp32", "sums": "*i32", "EPS": "fp32"}
     wide = activation.WIDEST
-    constants = dict(LARGEST=127, FUSE="norm", HAS_SUMS=True, WIDE=wide, SIZE=128, PDL=False)
-    print("token", wide, 1, shared(activation._token, kinds, constants, wide // 256))
-"""
+    constants = {"LARGEST": 127, "FUSE": "norm", "HAS_SUMS": True, "WIDE": wide, "SIZE": 128}
+    options = {"num_warps": wide // 256}
+    target = ("cuda", architecture, 32)
+    return Job("activation._token", kinds, constants | {"PDL": False}, target, options)
+
+
 EVERY = [(arch, kind) for arch in ROOMS for kind in (*DTYPES, "activations")]
 
 
 @pytest.mark.parametrize(("architecture", "kind"), EVERY if EVERY_KERNEL else [(86, "model")])
-def test_compiled_kernels_take_no_more_than_the_gpu_has(architecture: int, kind: str) -> None:
-    room, cases = ROOMS[architecture], []
-    if kind in DTYPES:
-        sizes = [(256, 128)]
-        if EVERY_KERNEL:
-            sizes = [(dim, rows) for dim in (64, 128, 256) for rows in (16, 32, 128)]
-        cases = [(kind, dim, tile_of(kind, dim, r, room), DTYPES[kind]) for dim, r in sizes]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(architecture), json.dumps(cases), kind],
-        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    taken = [int(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(taken) == max(1, len(cases))
-    assert max(taken) <= room
-    for (_, dim, tile, _), shared in zip(cases, taken, strict=False):
+def test_compiled_kernels_take_no_more_than_the_gpu_has(
+    compilers: Callable[..., Executor], architecture: int, kind: str
+) -> None:
+    room = ROOMS[architecture]
+    if kind not in DTYPES:
+        assert compilers().submit(built, token(architecture)).result().shared <= room
+        return
+    sizes = [(dim, rows) for dim in (64, 128, 256) for rows in (16, 32, 128)]
+    for dim, rows in sizes if EVERY_KERNEL else [(256, 128)]:
+        tile = tile_of(kind, dim, rows, room)
+        shared = compilers().submit(built, attend(architecture, kind, dim, tile)).result().shared
+        assert shared <= room
         if kind == "model" or tile.rows > 16:  # of `_attend`, not `_attend_int8`
             assert shared <= attention.shared_bytes(tile, dim, 2, head_bytes(kind, dim)), tile

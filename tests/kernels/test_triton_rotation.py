@@ -1,8 +1,8 @@
 """Rotation on GPUs: kernels against torch's definition, alone and before tokens are quantized."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from concurrent.futures import Executor
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +18,7 @@ from anybit.kernels import rotation
 from anybit.kernels.backend import Activations
 from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.triton import activation as kernel
+from tests.kernels.compiling import Job, Target, built
 from tests.needs import EVERY_KERNEL
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
@@ -113,42 +114,20 @@ def test_products_leave_rotated_alone(many: int, monkeypatch: pytest.MonkeyPatch
     assert (x.codes.double() - want).norm() / want.norm() < 2e-3
 
 
-PROGRAM = """
-import sys
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-torch.version.hip = "6.4" if sys.argv[1] == "hip" else None  # as torch is built for AMD's GPUs
-from anybit.kernels.triton import activation
-
-kinds = dict(
-    x="*bf16", gate="*bf16", other="*bf16", weight="*bf16", vector="*fp16", hadamard="*bf16",
-    scales="*fp32", sums="*i32", residual="*bf16", K="i32", X_STRIDE="i32", OTHER_STRIDE="i32",
-    EPS="fp32", UNITS="i32", ROW="i32", GATE_STRIDE="i32",
-)
-token = dict(LARGEST=127, FUSE="norm", HAS_SUMS=True, WIDE=activation.WIDEST, SIZE=128, PDL=False)
-alone = dict(AFTER=True, SIZE=128, TILE=activation.MORE_BLOCKS, PDL=False)
-for kernel, constants, warps in ((activation._token, token, 16), (activation._rotate, alone, 4)):
-    names = kernel.arg_names
-    signature = {n: kinds.get(n, "constexpr") for n in names}
-    signature["out"] = "*i8" if warps == 16 else "*bf16"
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()})
-    architecture = int(sys.argv[2]) if sys.argv[1] == "cuda" else sys.argv[2]
-    target = GPUTarget(sys.argv[1], architecture, int(sys.argv[3]))
-    made = triton.compile(source, target=target, options={"num_warps": warps})
-    print(made.metadata.shared)
-"""
-
-
-TARGETS = [("cuda", 80, 32), *[("hip", "gfx942", 64)] * EVERY_KERNEL]
+KINDS = dict.fromkeys(("x", "gate", "other", "weight", "hadamard", "residual"), "*bf16")
+KINDS |= dict.fromkeys(("K", "X_STRIDE", "OTHER_STRIDE", "UNITS", "ROW", "GATE_STRIDE"), "i32")
+KINDS |= {"vector": "*fp16", "scales": "*fp32", "sums": "*i32", "EPS": "fp32"}
+TARGETS: list[Target] = [("cuda", 80, 32), *[("hip", "gfx942", 64)] * EVERY_KERNEL]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_they_compile_without_a_gpu(target: tuple[str, int | str, int]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, target)],
-        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert all(int(line) <= 99 << 10 for line in done.stdout.split())  # as much as any has
+def test_they_compile_without_a_gpu(compilers: Callable[..., Executor], target: Target) -> None:
+    token = {"LARGEST": 127, "FUSE": "norm", "HAS_SUMS": True, "WIDE": kernel.WIDEST, "SIZE": 128}
+    alone = {"AFTER": True, "SIZE": 128, "TILE": kernel.MORE_BLOCKS}
+    for name, out, constants, warps in [
+        ("_token", "*i8", token, 16), ("_rotate", "*bf16", alone, 4)
+    ]:  # fmt: skip
+        constants, options = constants | {"PDL": False}, {"num_warps": warps}
+        job = Job(f"activation.{name}", KINDS | {"out": out}, constants, target, options)
+        made = compilers(target[0]).submit(built, job).result()
+        assert made.shared <= 99 << 10  # as much as any has

@@ -1,8 +1,11 @@
 """Small programs, each with one rule of the PTX ISA: kept, it runs; broken, the machine says so."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from tests.ptx import kept
 from tests.ptx.machine import Machine
 from tests.ptx.parse import PtxError
 from tests.ptx.state import InUse
@@ -48,6 +51,23 @@ def test_threads_meet() -> None:
     assert found.tolist() == [t ^ 32 for t in range(64)]
     with pytest.raises(PtxError, match=r"a race: warp . lane \d+ (reads|overwrites) what warp"):
         run(SWAP.format(sync="", bit=128))
+
+
+def test_a_launch_is_run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And again where its text, its numbers or its seed are others; never one that broke a rule."""
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    monkeypatch.setattr(kept, "EVERY_KERNEL", False)
+    swap, race = (SWAP.format(sync=sync, bit=128) for sync in ("bar.sync 0;", ""))
+    found = run(swap, seeds=2)
+    for _ in range(2):
+        with pytest.raises(PtxError, match="a race"):
+            run(race)
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(Machine, "_run", lambda *args: pytest.fail("run again"))
+    assert run(swap, seeds=2).tolist() == found.tolist()
+    for body, options in ((swap, {"seeds": 3}), (swap, {"threads": 32}), (swap + "// another", {})):
+        with pytest.raises(pytest.fail.Exception, match="run again"):
+            run(body, **options)
 
 
 def test_lanes_meet() -> None:
