@@ -22,7 +22,8 @@ import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.native import memory
-from anybit.kernels.native.isa import isa, processor
+from anybit.kernels.native.isa import isa
+from anybit.kernels.processor import processor
 from anybit.nn.multiplier import Multiplier
 
 COLUMNS = (

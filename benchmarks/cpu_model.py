@@ -26,7 +26,7 @@ from csv_rows import add_rows
 from torch import Tensor
 
 from anybit.checkpoint.stream import quantize_checkpoint
-from anybit.kernels.native.isa import processor
+from anybit.kernels.processor import processor
 from anybit.measure.bench import current_commit
 
 SHAPE = {

@@ -39,15 +39,15 @@ from anybit.core.format import Format
 from anybit.core.packed import PLANE, Packed, tensor_shapes
 from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import plain
-from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
 from anybit.formats.minifloat import Minifloat
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import plain
+from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.registry import BACKENDS
 from anybit.measure.timing import ReadFloor
 

@@ -28,15 +28,15 @@ import torch
 from csv_rows import add_rows
 from torch import Tensor
 
-from anybit.engine.attention import Batch, Scores, attention
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import KvFormat, Numbers, plain
-from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import block_bytes, caches_of
 from anybit.engine.models.layers import Decoder
 from anybit.evaluate.corpus import held_out_text, prose
-from anybit.kernels.native.isa import processor
+from anybit.kernels.attention import Batch, Scores
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import KvFormat, Numbers, plain
+from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.processor import processor
 
 KINDS = ("model", *KV_FORMATS)
 BLOCK = 16
@@ -161,7 +161,7 @@ class Step:
 
     def __call__(self) -> Tensor:
         for layer in self.layers:
-            out = attention(self.qkv, self.heads, layer, self.batch, self.rope, self.scores)
+            out = layer.attend(self.qkv, self.heads, self.batch, self.rope, self.scores)
         return out
 
 

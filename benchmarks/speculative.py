@@ -29,7 +29,7 @@ from anybit.engine.loader import Loaded, build, model_class
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams
 from anybit.evaluate.corpus import calibration_text
-from anybit.kernels.native.isa import processor
+from anybit.kernels.processor import processor
 from anybit.measure.bench import current_commit
 
 SHAPES = MODELS | {

@@ -51,8 +51,8 @@ from anybit.core.scheme import parse_scheme, scheme_name  # noqa: E402
 from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
 from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
 from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
+from anybit.kernels.between import seen_by  # noqa: E402
 from anybit.kernels.registry import BACKENDS  # noqa: E402
-from anybit.kernels.rotation import seen_by  # noqa: E402
 from anybit.planning.allocate import plan_formats  # noqa: E402
 
 WINDOW, STRIDE = 1024, 768

@@ -14,8 +14,8 @@ from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.core.packed import Packed, stack
 from anybit.core.rotation import Rotation, block, hadamard, signs, turned
-from anybit.kernels import rotation
 from anybit.kernels.backend import Activations, LayerSpec
+from anybit.kernels.between import of
 from anybit.kernels.native import fused
 from anybit.kernels.native import rotation as kernel
 from anybit.kernels.registry import refusals
@@ -70,7 +70,7 @@ def test_kernels_rotate_tokens(size: int, after: bool) -> None:
         exact = x.double() @ (h * vector.float() if after else vector.float()[:, None] * h).double()
         error = (kernel.rotate(x, vector[:, None], after).double() - exact).norm() / exact.norm()
         assert error < 2 * torch.finfo(dtype).eps
-        assert rotation.rotate(x, vector, after).dtype == dtype
+        assert of(x).rotate(x, vector, after).dtype == dtype
 
 
 @pytest.mark.parametrize("sides", ["k", "kn"])
@@ -205,7 +205,7 @@ def test_a_layer_takes_tokens_that_are_rotated_alone(activation: str | None) -> 
     packed = anybit.quantize_tensor(random(32, 64), "int4:rotate=k")
     layer = anybit.QuantLinear(packed, activation=activation)
     x, nothing = random(3, 64), torch.empty(0)
-    turned = rotation.rotate(x, layer.get_buffer("rotate_in"), False)
+    turned = of(x).rotate(x, layer.get_buffer("rotate_in"), False)
     assert torch.equal(layer(Activations(turned, nothing, nothing, x.dtype, True)), layer(x))
     with pytest.raises(ValueError, match="without a rotation"):
         layer(Activations(x, nothing, nothing, x.dtype))

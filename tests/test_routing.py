@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybit.engine.experts import OneByOne
+from anybit.kernels import between
 from anybit.kernels.backend import Activations
-from anybit.nn import grouped, routing
+from anybit.kernels.between import TORCH, Routing, Wanted, outside
 from anybit.nn.grouped import QuantExperts
-from anybit.nn.routing import Routing, mixture
+from anybit.nn.routing import mixture
 from anybit.quantizers.quantize import quantize_tensor
 from tests.engine.test_experts import Kernels
 
@@ -26,7 +27,7 @@ class Plain:
         self.weights = torch.randn(EXPERTS, n, k) / k**0.5
 
     def take(self, x: Tensor, where: Routing) -> Tensor:
-        rows = routing.spread(x, where)
+        rows = TORCH.spread(x, where)
         assert isinstance(rows, Tensor)
         return rows
 
@@ -64,6 +65,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         from anybit.kernels.triton import activation
         from anybit.kernels.triton import routing as kernels
+        from anybit.kernels.triton.between import FAMILY
 
         self.names: list[str] = []
         self.module = kernels
@@ -73,8 +75,7 @@ class Launches:
         ):
             for name in names:
                 monkeypatch.setattr(module, name, self.kernel(name))
-        for place in (routing, grouped):  # as on a GPU
-            monkeypatch.setattr(place, "kernels", lambda *tensors: kernels)
+        monkeypatch.setitem(between.chosen, torch.device("cpu"), FAMILY)
 
     def kernel(self, name: str) -> Any:
         def launch(*args: Any, **options: Any) -> None:
@@ -114,11 +115,11 @@ class Counted(Kernels):
 
 def test_choices_that_are_no_experts_have_no_rows() -> None:
     """Products may return the rows of experts alone."""
-    where = routing.sort(torch.tensor([[0, 4], [1, 2], [4, 4]]), 4)
+    where = TORCH.sort(torch.tensor([[0, 4], [1, 2], [4, 4]]), 4)
     y, weight = torch.arange(1.0, 7).view(3, 2), torch.ones(3, 2)
-    assert routing.combine(y, where, weight).tolist() == [[1, 2], [8, 10], [0, 0]]
-    none = routing.sort(torch.full((3, 2), 4), 4)
-    assert routing.combine(y[:0], none, weight).tolist() == [[0, 0]] * 3
+    assert TORCH.combine(y, where, weight).tolist() == [[1, 2], [8, 10], [0, 0]]
+    none = TORCH.sort(torch.full((3, 2), 4), 4)
+    assert TORCH.combine(y[:0], none, weight).tolist() == [[0, 0]] * 3
     layers = [torch.nn.Linear(2, 5) for _ in range(4)]
     assert OneByOne(layers)(torch.ones(6, 2), none.starts).shape == (0, 5)
 
@@ -146,15 +147,11 @@ def test_five_launches_around_two_products(scheme: str, monkeypatch: pytest.Monk
 
     def between(y: Tensor, where: Routing) -> Any:
         gate, up = y.chunk(2, -1)
-        if not kind:
-            return activation.silu_mul(gate, up)
-        vector = last.around.rotate_in
-        made = activation.silu_quantize(gate, up, kind, vector)
-        return Activations(*made, y.dtype, vector is not None)
+        return outside(up).silu_mul(gate, up, Wanted(kind or None, last.around.rotate_in))
 
     x, logits = torch.randn(4, HIDDEN).half(), torch.randn(4, EXPERTS).half()
     with torch.no_grad(), Operators() as operators:
-        weight, chosen = routing.choose(logits, TOP, True)
+        weight, chosen = outside(logits).choose(logits, TOP, True)
         y = mixture(x, weight, chosen, EXPERTS, first, last, between)
     assert y.shape == x.shape
     silu = "_token" if kind else "_silu_mul"

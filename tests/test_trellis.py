@@ -13,7 +13,7 @@ from anybit.core import tiles
 from anybit.core.format import get_format
 from anybit.errors import InvalidInput
 from anybit.formats import trellis
-from anybit.formats.trellis_encoder import plain_paths
+from anybit.kernels.viterbi import paths as plain_paths
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.gptq import fitted_scale, output_error
 from anybit.quantizers.pv_tuning import TunedLayer
@@ -82,7 +82,7 @@ def test_the_best_of_all_short_paths():
     codes = torch.tensor(list(itertools.product(range(4), repeat=6)))
     states = codes | codes.roll(1, 1) << bits
     errors = (table[states][:, None] - x[None]).square().sum((2, 3)).min(0).values
-    found = plain_paths(x, table, bits, 2)
+    found = plain_paths(x, table, steps_of(bits), 2)
     assert torch.equal(found >> bits, found.roll(1, 1) & 3)
     got = (table[found.long()] - x).square().sum((1, 2))
     assert (got >= errors - 1e-5).all()
@@ -90,12 +90,17 @@ def test_the_best_of_all_short_paths():
     assert (got < errors + 1e-5).sum() >= 10
 
 
+def steps_of(bits):
+    """A format with so many bits a step."""
+    return get_format(f"trellis:bits={bits}")
+
+
 def check_paths(found, x, table, bits):
     """Closed, and no worse than the definition's beyond the rounding of costs."""
     assert found.dtype == torch.int32
     old = (len(table) >> bits) - 1
     assert torch.equal(found >> bits, found.roll(1, 1) & old)
-    want = (table[plain_paths(x, table, bits, 8).long()] - x).square().sum()
+    want = (table[plain_paths(x, table, steps_of(bits), 8).long()] - x).square().sum()
     got = (table[found.long()] - x).square().sum()
     assert abs(got - want) < 2e-3 * want
 
@@ -112,7 +117,7 @@ def test_native_paths_are_the_definition_s(bits, level, monkeypatch):
     width = 2 - bits % 2
     table = gaussian(1 << 16, width, seed=3)
     x = gaussian(3, 32, width)
-    check_paths(viterbi.paths(x, table, bits, 8), x, table, bits)
+    check_paths(viterbi.paths(x, table, steps_of(bits), 8), x, table, bits)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +131,8 @@ def test_triton_paths_are_the_definition_s(spec):
     fmt = get_format(spec)
     table = trellis.table(fmt.code)[: 1 << 8]
     x = gaussian(1, 12, fmt.width) * table.std()
-    found = viterbi.paths(x.to(device), fmt, 3, 8).cpu()
-    want = plain_paths(x, table, fmt.bits, 3)
+    found = viterbi.paths(x.to(device), table, fmt, 3).cpu()
+    want = plain_paths(x, table, fmt, 3)
     errors = [(table[path.long()] - x).square().sum() for path in (found, want)]
     assert torch.equal(found >> fmt.bits, found.roll(1, 1) & (255 >> fmt.bits))
     assert abs(errors[0] - errors[1]) < 1e-3 * errors[1]

@@ -29,7 +29,7 @@ from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.perplexity import Remembered, excerpts, score
 from anybit.files.picture import require_matplotlib
-from anybit.kernels.native.isa import processor
+from anybit.kernels.processor import processor
 from anybit.nn.model import quantized_layers
 from anybit.nn.plan import resolve
 from anybit.progress import Progress, progress

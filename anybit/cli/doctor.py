@@ -16,7 +16,8 @@ from anybit.core.names import ALIASES
 from anybit.core.scheme import parse_scheme
 from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.native.isa import isa, processor
+from anybit.kernels.between import family_of
+from anybit.kernels.processor import processor
 from anybit.measure.report import version
 
 PACKAGES = (
@@ -179,8 +180,7 @@ def options_of(cls: type[Format]) -> list[str]:
 
 def devices() -> dict[str, str]:
     """Devices of this machine and what they are, in words."""
-    level = isa()
-    kernels = f"`native` compiles for {level.name}" if level else "no compiled kernels"
+    kernels = family_of(torch.device("cpu")).about()
     out = {"cpu": f"{processor()}, {torch.get_num_threads()} threads, {kernels}"}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)

@@ -8,8 +8,6 @@ from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.fallback import Generator
 from anybit.engine.graphs import prompt_sizes
-from anybit.engine.kv.format import KvFormat, plain
-from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
 from anybit.engine.memory import cache_room, step_bytes
@@ -20,6 +18,8 @@ from anybit.engine.speculation import Drafter, Speculation
 from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput
+from anybit.kernels.kv.format import KvFormat, plain
+from anybit.kernels.kv.formats import KV_FORMATS
 
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
 MOST_DRAFTED = 128  # tokens of a captured step with drafts

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from anybit.core.packed import Packed
 from anybit.engine.weights import Weights, together
 from anybit.kernels.backend import Activations, LayerSpec
+from anybit.kernels.between import Routing, outside
 from anybit.kernels.registry import choose
 from anybit.nn.grouped import QuantExperts, Weight, group, merge
-from anybit.nn.routing import Routing, spread
 
 
 class Apart(nn.Module):
@@ -19,7 +19,7 @@ class Apart(nn.Module):
 
     def take(self, x: Tensor, routing: Routing) -> Tensor | Activations:
         """A row for each choice of x (T, K)."""
-        return spread(x, routing)
+        return outside(x).spread(x, routing)
 
 
 class OneByOne(Apart):

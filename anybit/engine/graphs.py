@@ -17,16 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybit.engine.attention import Batch
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.kv.cache import LayerCache
 from anybit.engine.models.layers import Decoder
-from anybit.engine.recording import Recording
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.kernels.attention import Batch
+from anybit.kernels.between import Repeated, family_of
+from anybit.kernels.kv.cache import LayerCache
+from anybit.nn import op
 from anybit.progress import progress
 
-Graph = torch.cuda.CUDAGraph | Recording
+Graph = torch.cuda.CUDAGraph | Repeated
 SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025, 64))
 # Tokens of a step that reads prompts: at most an eighth of it is padding.
 PROMPTS = (16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, 2049, 128))
@@ -269,7 +270,7 @@ class StepGraphs:
     def _capture(self, rows: Rows, size: int) -> tuple[Graph, Tensor]:
         work = partial(self._forward, rows, size)
         if not rows.copied:
-            recording = Recording(work)
+            recording = family_of(rows.device[0].device).record(work, op.FUNCTIONS)
             return recording, recording.out
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -19,7 +19,6 @@ from anybit.engine.assemble import Settings, assemble, kv_format
 from anybit.engine.checks import integer, wrong
 from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
 from anybit.engine.engine import Delta
-from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.ready import make_ready
@@ -28,6 +27,7 @@ from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
 from anybit.files.hub import located
 from anybit.kernels.archive import unpack
+from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
 from anybit.progress import progress

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anybit.engine.attention import Batch
 from anybit.engine.graphs import StepGraphs, prompt_sizes
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import KvFormat
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
 from anybit.engine.scheduler import Scheduled, foreseeable
+from anybit.kernels.attention import Batch
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import KvFormat
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
@@ -85,7 +85,7 @@ class ModelRunner:
         self.device = model.embed_tokens.device
         self.caches = caches or caches_of(model, blocks, block_size, kv, self.device)
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
-        by_kernels = all(c.fused or c.native for c in self.caches)
+        by_kernels = all(c.by_kernels for c in self.caches)
         self.graphs = None
         if model.capturable and by_kernels and graphs:
             if not self.overlaps:

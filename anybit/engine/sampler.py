@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.engine.fused import likeliest
 from anybit.engine.penalties import penalize
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Logprob, Sequence
 from anybit.engine.structured import Matcher, constrain
+from anybit.kernels.between import of
 
 INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
@@ -83,12 +83,12 @@ def choose(logits: Tensor, rows: list[Row]) -> Tensor:
 
     A token depends on its own row's logits, parameters and key alone, not on the rest of the batch.
     """
-    tokens = likeliest(logits, INVALID)
+    tokens = of(logits).likeliest(logits, INVALID)
     # A text may have ended while its step began: nobody will read what comes of that.
     matchers = [None if row.seq.finish else row.matcher for row in rows]
     adjusted = constrain(penalize(logits, rows), matchers)
     if adjusted is not logits:
-        tokens = torch.where(tokens == INVALID, tokens, likeliest(adjusted, INVALID))
+        tokens = torch.where(tokens == INVALID, tokens, of(adjusted).likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):
         drawn = draw(adjusted.float(), rows, tokens)
         tokens = torch.where(tokens == INVALID, tokens, drawn.int())

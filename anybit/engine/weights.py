@@ -19,10 +19,10 @@ from anybit.checkpoint.stream import plan_quantization
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
-from anybit.engine.fused import linear, placed
 from anybit.engine.lora import Adapters
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
+from anybit.kernels.between import of
 from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import published
 from anybit.nn.grouped import merge
@@ -43,7 +43,7 @@ class Dense(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return of(x).linear(x, self.weight, self.bias)
 
 
 class Separate(nn.Module):
@@ -144,7 +144,7 @@ def build(part: Part, dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:
     weight, bias, activation = part
     if isinstance(weight, Packed):
         return Multiplier.of(weight, activation, dtype, keep, bias)
-    return Dense(placed(weight), bias)
+    return Dense(of(weight).placed(weight), bias)
 
 
 def together(parts: list[Part], dtype: torch.dtype, keep: Keep = "auto") -> nn.Module:

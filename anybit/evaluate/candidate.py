@@ -20,7 +20,7 @@ from anybit.evaluate.generation import continuations
 from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.receipt import model_hashes
 from anybit.files.texts import Text
-from anybit.kernels.native.isa import processor
+from anybit.kernels.processor import processor
 from anybit.version import __version__
 
 LLAMA_CPP = "llama.cpp:"

@@ -9,7 +9,7 @@ bits. What they stand for depends on the last L = 16 bits, the state, around the
 
 So a weight takes the bits of a scalar code, and errs as little as a code for 256 dimensions. Tables
 are computed, not stored (QTIP, section 3.1): one product of the state, and sums of its bytes or
-halves. `core/tiles.py` says where the weights of a sequence lie, `trellis_encoder.py` how it is
+halves. `core/tiles.py` says where the weights of a sequence lie, `kernels/viterbi.py` how it is
 found.
 """
 
@@ -27,7 +27,7 @@ from anybit.core.format import Format, Grid, register
 from anybit.core.groups import divisor, groups_of, store_scale
 from anybit.errors import InvalidInput
 from anybit.formats.trellis_decoder import decoder_of
-from anybit.formats.trellis_encoder import paths
+from anybit.kernels.between import of
 from anybit.kernels.cute.decode import Decoder
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class Trellis(Format):
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         x = tiles.sequences(w / divisor(grid["scale"]))
-        states = paths(x.view(len(x), -1, self.width), table(self.code, w.device), self)
+        x = x.view(len(x), -1, self.width)
+        states = of(x).paths(x, table(self.code, w.device), self, x.shape[1] // 2)
         return tiles.join((states & (1 << self.bits) - 1).to(torch.uint8), len(w))
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:

@@ -24,9 +24,8 @@ from vllm.config import CompilationMode, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from anybit.engine import fused
 from anybit.kernels.backend import HALVES, Activations
-from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.between import Wanted, of
 
 logger = init_logger(__name__)
 WIDEST = 32768  # columns of a token that one program holds
@@ -48,13 +47,7 @@ def _parts(x: Tensor | Activations, activation: str | None) -> Quantized:
         return x.codes, x.scale, x.sums
     if activation is None:
         return x, *_nothing(x)
-    if fused.usable(x):
-        from anybit.kernels.triton import activation as kernels
-
-        return kernels.quantize(x, activation, sums=activation == "int8")[:3]
-    codes, scale = quantize_tokens(x, activation)
-    sums = codes.sum(-1, dtype=torch.int32) if activation == "int8" else _nothing(x)[1]
-    return codes, scale[..., 0], sums
+    return of(x).quantize(x, activation)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,14 +62,14 @@ def _quantize(x: Tensor, activation: str) -> Quantized:
 def _silu_mul(x: Tensor, activation: str | None) -> Quantized:
     """x (T, 2 K), gate beside up."""
     gate, up = x.chunk(2, -1)
-    return _parts(fused.silu_mul(gate, up, fused.Wanted(activation)), activation)
+    return _parts(of(up).silu_mul(gate, up, Wanted(activation)), activation)
 
 
 def _add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """RMSNorm of x + delta (T, K), and last the sum; nothing there without a delta."""
-    out, total = fused.add_norm(x, delta, weight, eps, fused.Wanted(activation))
+    out, total = of(x).add_norm(x, delta, weight, eps, Wanted(activation))
     return *_parts(out, activation), x.new_empty(0) if delta is None else total
 
 

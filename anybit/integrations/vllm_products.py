@@ -12,12 +12,13 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.integrations.vllm_fusion import quantize
 from anybit.kernels.backend import LayerSpec
+from anybit.kernels.between import Routing
 from anybit.kernels.registry import choose, get_backend, refusals
 from anybit.nn import op as ops
 from anybit.nn.around import Around
 from anybit.nn.grouped import QuantExperts, Weight, group, merge
 from anybit.nn.multiplier import Frozen, Multiplier
-from anybit.nn.routing import Routing, mixture
+from anybit.nn.routing import mixture
 
 
 def parameters(weights: Frozen) -> nn.ParameterList:

@@ -1,8 +1,6 @@
 """What a backend is: the weights that it prepares, and the activations that it multiplies."""
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,12 +15,6 @@ HALVES = (torch.float16, torch.bfloat16)  # activations that kernels for GPUs mu
 COUNTS = 4096  # of tokens, for each of which a choice is kept: any number may come
 ROWS_AT_ONCE = 1 << 24  # weights whose groups are looked at together
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # codes of quantized activations
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed; to ask anew would take longer than a kernel's arguments do."""
-    return find_spec("triton") is not None
 
 
 class LayerSpec(NamedTuple):

@@ -20,10 +20,10 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, Unsupported, in_a_line, message
 from anybit.files.directory import check_folder
 from anybit.kernels.backend import LayerSpec, Prepared
+from anybit.kernels.between import seen_by
 from anybit.kernels.dense import free_bytes
-from anybit.kernels.native.isa import processor
+from anybit.kernels.processor import processor
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
-from anybit.kernels.rotation import seen_by
 from anybit.measure.timing import ReadFloor, medians_in_turns, rotated
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor

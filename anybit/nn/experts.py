@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybit.nn.routing import combine, sort, spread
+from anybit.kernels.between import outside
 from anybit.nn.weight import DecodedWeight
 
 FUSED = ("gate_up_proj", "down_proj")
@@ -144,8 +144,8 @@ class Experts(nn.ModuleList):
         if top_k_index is None or top_k_weights is None:
             parts = hidden_states.chunk(len(self))
             return torch.cat([one(x) for one, x in zip(self, parts, strict=True)])
-        routing = sort(top_k_index, len(self))
-        rows = spread(hidden_states, routing)
+        routing = outside(top_k_index).sort(top_k_index, len(self))
+        rows = outside(hidden_states).spread(hidden_states, routing)
         assert isinstance(rows, Tensor)
         outputs = [
             one(rows[first:last])
@@ -153,7 +153,8 @@ class Experts(nn.ModuleList):
             if first < last
         ]
         y = torch.cat(outputs) if outputs else rows
-        return combine(y, routing, top_k_weights).to(hidden_states.dtype)
+        y = outside(y, top_k_weights).combine(y, routing, top_k_weights)
+        return y.to(hidden_states.dtype)
 
 
 def linear(weight: Tensor) -> nn.Linear:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from anybit.core.packed import Packed, stack
 from anybit.kernels.backend import Activations, Grouped, LayerSpec, Prepared, octaves
+from anybit.kernels.between import Routing, outside
 from anybit.kernels.registry import grouped
 from anybit.nn.around import Around
 from anybit.nn.multiplier import Frozen
-from anybit.nn.routing import Routing, kernels, spread
 from anybit.nn.sharding import same
 
 Weight = tuple[Tensor | Packed, str | None]  # and what its activations are quantized to
@@ -37,10 +37,11 @@ class QuantExperts(Frozen):
 
     def take(self, x: Tensor, routing: Routing) -> Tensor | Activations:
         """A row for each choice of x (T, K); where kernels can, rotated and quantized before."""
-        if self.activation is None or kernels(x) is None:
-            return spread(x, routing)
-        around = self.around
-        rows = spread(x if around.order is not None else around.before(x), routing, self.activation)
+        around, family = self.around, outside(x)
+        if self.activation is None:
+            return family.spread(x, routing)
+        x = x if around.order is not None else around.before(x)
+        rows = family.spread(x, routing, self.activation)
         assert isinstance(rows, Activations)
         return rows._replace(rotated=around.rotate_in is not None)
 

@@ -13,8 +13,8 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.planes import segments
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidType, Unsupported
-from anybit.kernels import rotation
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.between import of
 from anybit.kernels.registry import get_backend
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def turn(x: Tensor, vector: Tensor, after: bool) -> Tensor:
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return turn(x, vector, after)
-    return rotation.rotate(x, vector, after)
+    return of(x).rotate(x, vector, after)
 
 
 def _rotate_fake(x: Tensor, vector: Tensor, after: bool) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anybit.core.scheme import parse_scheme
 from anybit.errors import Unsupported
-from anybit.kernels.rotation import seen_by
+from anybit.kernels.between import seen_by
 from anybit.nn.experts import Expert, Experts
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.before import Before

@@ -9,11 +9,10 @@ import torch
 
 import anybit
 from anybit.checkpoint.save_load import load_dense
-from anybit.engine import fused
-from anybit.engine.kv import cache
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import MOST_RECORDED
 from anybit.engine.sequence import SamplingParams
+from anybit.kernels import between
 from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import prompts
 
@@ -25,8 +24,7 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor without compiled kernels."""
-    for module in (cache, fused):
-        monkeypatch.setattr(module, "compiled", lambda x: False)
+    monkeypatch.setitem(between.chosen, torch.device("cpu"), between.TORCH)
 
 
 @pytest.mark.parametrize("kv", ["model", "int8", "k8v4", "int4"])

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit.engine.kv import int4
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import KvFormat, Numbers
-from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
+from anybit.kernels.kv import int4
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import KvFormat, Numbers
+from anybit.kernels.kv.formats import KV_FORMATS
 from tests.engine.conftest import prompts, random_model
 
 Checkpoint = Callable[[str], Path]
@@ -134,7 +134,7 @@ def test_a_format_is_one_class(checkpoint: Checkpoint, monkeypatch: pytest.Monke
     options = {"block_size": 4, "max_tokens": 16, "kv_bytes": 1 << 20}
     exact, llm = (LLM(checkpoint("llama"), kv_cache=kv, **options) for kv in ("model", "fp8"))
     assert llm.kv_cache == "fp8"
-    assert not any(cache.native or cache.fused for cache in llm.engine.runner.caches)
+    assert not any(cache.by_kernels for cache in llm.engine.runner.caches)
     for a, b in zip(
         exact.generate(prompts(3), params), llm.generate(prompts(3), params), strict=True
     ):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from anybit.engine import memory
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import plain
-from anybit.engine.kv.formats import KV_FORMATS
 from anybit.engine.llm import LLM
 from anybit.engine.weights import Checkpoint
 from anybit.errors import InvalidInput, Unsupported
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import plain
+from anybit.kernels.kv.formats import KV_FORMATS
 
 PICO = Path(__file__).parents[2] / "models" / "pico"
 CARD = 24 << 30

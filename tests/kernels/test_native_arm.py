@@ -12,6 +12,7 @@ from anybit.kernels.native.isa import ARM, Isa, levels
 if levels() is ARM:
     pytest.skip("Arm's kernels run here in all other tests", allow_module_level=True)
 
+from anybit.core.format import get_format
 from anybit.kernels.native import backend, build, dense, fused, rotation, viterbi
 from tests.kernels.test_native import packed, tokens
 
@@ -109,7 +110,7 @@ def test_objects_of_linux_and_macos(
     fused.silu_mul(x, x)
     dense.linear(x, x)
     rotation.rotate(x, x[0], True)
-    viterbi.paths(tokens(6, 8).view(3, 8, 2), tokens(16, 2), 2, 4)
+    viterbi.paths(tokens(6, 8).view(3, 8, 2), tokens(16, 2), get_format("trellis"), 4)
     for text in texts:
         machine, module = build.optimized(text, level, triple)
         assert machine.emit_object(module)[:4] == magic

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.engine import attention as definition
-from anybit.engine.attention import Batch, Scores
-from anybit.engine.fused import rms_norm
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import plain
-from anybit.engine.kv.formats import KV_FORMATS
-from anybit.engine.kv.int4 import spread, unpack
-from anybit.engine.recording import Recording
+from anybit.kernels import attention as definition
+from anybit.kernels.attention import Batch, Scores
+from anybit.kernels.between import rms_norm
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import plain
+from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.kv.int4 import spread, unpack
 from anybit.kernels.native import attention, build, cache, dense, floats, fused, isa
+from anybit.kernels.native.recording import Recording
 from tests.kernels.test_native import LEVELS, named
 from tests.needs import pairs
 
@@ -126,7 +126,7 @@ def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerC
         scales = (torch.rand(kv_heads, dim) * 0.02 + 0.01, torch.rand(kv_heads, dim) * 0.02 + 0.01)
     format = plain(dtype) if kind == "model" else KV_FORMATS["int4" if kind == "int4" else "int8"]
     out = LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, format, torch.device("cpu"), scales)
-    assert out.native
+    assert out.by_kernels
     assert out.v.shape[:3] == out.k.shape[:3]
     for i, (how, t, scales) in enumerate(out.sides):
         if how.kind == "int4":
@@ -175,13 +175,12 @@ def test_attention_over_pages(level: isa.Isa, case: tuple) -> None:
     wide = LayerCache(own.format, k, v, own.k_scale, own.v_scale)  # the definition in fp32
     batch = Batch(lengths, lengths, tables, lengths, lengths, [1] * 4, contexts, 4)
     want = definition.gathered(q.float(), wide, batch, scores)
-    how = (scores.scale, scores.window, scores.softcap)
     longest = tables.shape[1] * BLOCK
-    got = attention.attend(q, own.planes, tables, lengths, longest, *how)
+    got = attention.attend(q, own, tables, lengths, longest, scores)
     largest = 1 if kind == "model" else 5
     assert ((got.float() - want).abs() <= EPS[dtype] * want.abs() + 4e-6 * largest).all()
     assert want.abs().max() > 0.1
-    nothing = attention.attend(q, own.planes, tables, lengths * 0, longest, *how)
+    nothing = attention.attend(q, own, tables, lengths * 0, longest, scores)
     assert torch.equal(nothing, torch.zeros_like(q))  # a padded row of a batch
 
 
@@ -189,8 +188,8 @@ def test_sinks_take_a_part_of_the_weight(level: isa.Isa) -> None:
     own = make_cache(2, 32, "model", torch.float32)
     tables, lengths = pages_of([290]), torch.tensor([290], dtype=torch.int32)
     q, sinks = random(1, 4, 32), torch.tensor([-3.0, 0.0, 4.0, 60.0])
-    plain = attention.attend(q, own.planes, tables, lengths, 296, 0.3)
-    got = attention.attend(q, own.planes, tables, lengths, 296, 0.3, sinks=sinks)
+    plain = attention.attend(q, own, tables, lengths, 296, Scores(0.3))
+    got = attention.attend(q, own, tables, lengths, 296, Scores(0.3, sinks=sinks))
     k = own.load(tables[0, :37], torch.float32)[0][:, :290].repeat_interleave(2, 0)
     scores = torch.cat([(k @ q[0, :, :, None])[..., 0] * 0.3, sinks[:, None]], 1)
     share = 1 - scores.softmax(1)[:, -1]
@@ -202,9 +201,9 @@ def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
     tables, lengths = pages_of([20]), torch.tensor([20], dtype=torch.int32)
     q = torch.ones(1, 1, 16)
     own.k[tables[0, 1], 0, 3] = float("nan")
-    assert attention.attend(q, own.planes, tables, lengths, 24, 0.3).isnan().all()
+    assert attention.attend(q, own, tables, lengths, 24, Scores(0.3)).isnan().all()
     # Outside of the window it is not seen.
-    assert attention.attend(q, own.planes, tables, lengths, 24, 0.3, 5).isfinite().all()
+    assert attention.attend(q, own, tables, lengths, 24, Scores(0.3, 5)).isfinite().all()
 
 
 WRITTEN = [  # kind of cache, dtype, dimension of heads, whether they are normed
@@ -242,7 +241,7 @@ def test_write(level: isa.Isa, case: tuple[str, torch.dtype, int, bool]) -> None
     slots = torch.tensor([3, 17, 500, -1, 88, 89, 511], dtype=torch.int32)
     weights = (random(dim, dtype=dtype, seed=2), random(dim, seed=4))  # of q, and of k
     norms = (weights[0], weights[1].to(dtype), 1e-6) if normed else None
-    got = attention.write(qkv, own.planes, rope, positions, slots, heads, norms)
+    got = cache.write(qkv, own, rope, positions, slots, heads, norms)
 
     q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
@@ -256,23 +255,22 @@ def test_write(level: isa.Isa, case: tuple[str, torch.dtype, int, bool]) -> None
     # Without norms everything is exact; their sums of squares may differ in the last bit.
     exact = not normed
     assert (torch.equal(got, q)) if exact else ((got - q).abs() <= 8 * EPS[dtype] * 4).all()
-    for a, b in zip(own.planes[2:], other.planes[2:], strict=True):
-        if a is not None and b is not None:
-            eps = max(EPS[dtype], EPS.get(a.dtype, 0))
-            limit = 0.0 if exact else 32 * eps if a.is_floating_point() else 1.0
-            if a.dtype == torch.uint8:
-                a, b = unpack(a), unpack(b)
-            assert (a.float() - b.float()).abs().max() <= limit
+    for a, b in zip(own.of_tokens, other.of_tokens, strict=True):
+        eps = max(EPS[dtype], EPS.get(a.dtype, 0))
+        limit = 0.0 if exact else 32 * eps if a.is_floating_point() else 1.0
+        if a.dtype == torch.uint8:
+            a, b = unpack(a), unpack(b)
+        assert (a.float() - b.float()).abs().max() <= limit
 
 
 def test_caches_that_no_kernel_takes() -> None:
     def empty(dim: int, dtype: torch.dtype) -> LayerCache:
         return LayerCache.empty(2, 1, 4, dim, plain(dtype), torch.device("cpu"))
 
-    assert empty(32, torch.bfloat16).native
-    assert not empty(20, torch.bfloat16).native
-    assert not empty(32, torch.float64).native
-    assert "no multiple of 16" in (attention.refuse(empty(20, torch.float32).planes) or "")
+    assert empty(32, torch.bfloat16).by_kernels
+    assert not empty(20, torch.bfloat16).by_kernels
+    assert not empty(32, torch.float64).by_kernels
+    assert "no multiple of 16" in (cache.refuse(empty(20, torch.float32)) or "")
 
 
 # Recordings.
@@ -281,7 +279,7 @@ def test_caches_that_no_kernel_takes() -> None:
 def steps(f: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Recording]:
     """What a recorded function gives for three inputs, and the recording."""
     x = random(2, 48)
-    recording = Recording(lambda: f(x))
+    recording = Recording(lambda: f(x), {})
     out = []
     for i in range(3):
         x.copy_(random(2, 48, seed=i))
@@ -322,7 +320,7 @@ def test_recordings_have_memory_of_their_own() -> None:
     """Any thread may replay one, beside what the thread that recorded it does meanwhile."""
     found = [build.workspace(64)]
     for _ in range(2):
-        Recording(lambda: (found.append(build.workspace(64)), torch.zeros(1))[1])
+        Recording(lambda: (found.append(build.workspace(64)), torch.zeros(1))[1], {})
     found.append(build.workspace(64))
     own, first, second, again = (memory.data_ptr() for memory in found)
     assert len({own, first, second}) == 3
@@ -342,10 +340,10 @@ def test_workspaces_live_as_long_as_a_recording() -> None:
     own = make_cache(2, 32, "model", torch.float32)
     tables, lengths = pages_of([300]), torch.tensor([300], dtype=torch.int32)
     q = random(1, 4, 32)
-    recording = Recording(lambda: attention.attend(q, own.planes, tables, lengths, 304, 0.3))
+    recording = Recording(lambda: attention.attend(q, own, tables, lengths, 304, Scores(0.3)), {})
     want = recording.out.clone()
     more = q.repeat(40, 1, 1)  # a larger workspace, which takes the place of the first
-    attention.attend(more, own.planes, tables.repeat(40, 1), lengths.repeat(40), 304, 0.3)
+    attention.attend(more, own, tables.repeat(40, 1), lengths.repeat(40), 304, Scores(0.3))
     recording.out.zero_()
     recording.replay()
     assert torch.equal(recording.out, want)

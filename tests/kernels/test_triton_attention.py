@@ -13,20 +13,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from anybit.engine import attention as reference
-from anybit.engine import fused
-from anybit.engine.attention import Batch, Scores
 from anybit.engine.graphs import Rows, StepGraphs
-from anybit.engine.kv import cache as kept
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import plain
-from anybit.engine.kv.formats import KV_FORMATS
-from anybit.engine.kv.int4 import spread, unpack
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.kernels.kv import Planes
+from anybit.kernels import attention as reference
+from anybit.kernels import between
+from anybit.kernels.attention import Batch, Scores
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import plain
+from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.kv.int4 import spread, unpack
 from anybit.kernels.triton import activation, attention_int8, cache, dense
 from anybit.kernels.triton import attention as kernels
+from anybit.kernels.triton.between import FAMILY
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
 from tests.kernels.compiling import Job, built
 from tests.needs import EVERY_KERNEL, pairs
@@ -40,7 +39,7 @@ BLOCK, BLOCKS = 8, 64
 @pytest.fixture(autouse=True)
 def laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """No cache is one of the CPU's own kernels."""
-    monkeypatch.setattr(kept, "compiled", lambda x: False)
+    monkeypatch.setitem(between.chosen, torch.device("cpu"), between.TORCH)
 
 
 def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerCache:
@@ -131,10 +130,10 @@ def test_attend(
     scores = Scores(0.3, window, sinks=None if sinks is None else sinks.float())
     want = reference.gathered(q.float(), wide, batch, scores)
     args = (batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window, splits)
-    got = kernels.attend(q, cache.planes, *args, sinks=sinks)
+    got = kernels.attend(q, cache, *args, sinks=sinks)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
     eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
-    if max(queries) == 1 and attention_int8.suits(heads // kv_heads, cache.planes):
+    if max(queries) == 1 and attention_int8.suits(heads // kv_heads, cache):
         eps = max(eps, 2**-13)  # two int8 digits hold 15 bits of Q and P
     bound = 3 * {"model": float(wide.v.float().abs().max()), "int4": 1.8, "k8v4": 1.8}.get(
         kind, 3.8
@@ -177,14 +176,14 @@ def test_write_equals_its_parts(
     theirs.store(k, v, batch.slots)
     if kind == "int4":
         q = spread(q).to(dtype)
-    got = kernels.write(
-        qkv, ours.planes, rope, batch.positions, batch.slots, heads,
+    got = FAMILY.write(
+        qkv, ours, rope, batch.positions, batch.slots, heads,
         (*weights, 1e-5) if norm else None,
     )  # fmt: skip
     if norm or DEVICE.type == "cuda":  # sums in another order, or fused multiply-adds
         # A rotation's sums are as large as the whole head, and what is left of them may be small.
         close(got, q, dtype, 1e-4 if kind == "int4" else 1e-5)
-        for mine, other in zip(ours.planes[2:4], theirs.planes[2:4], strict=True):
+        for mine, other in zip((ours.k, ours.v), (theirs.k, theirs.v), strict=True):
             if kind == "model":
                 close(mine, other, dtype)
             else:
@@ -193,8 +192,8 @@ def test_write_equals_its_parts(
                 assert (mine.int() - other.int()).abs().max() <= 1
     else:
         assert torch.equal(got, q)
-        for mine, other in zip(ours.planes[2:], theirs.planes[2:], strict=True):
-            assert other is None or torch.equal(mine, other)
+        for mine, other in zip(ours.of_tokens, theirs.of_tokens, strict=True):
+            assert torch.equal(mine, other)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, ...], positions: Tensor) -> Tensor:
@@ -214,13 +213,13 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
     rope = tuple(torch.ones(4, 8, device=DEVICE) for _ in range(2))
     slots = torch.tensor([5, -1, -1], device=DEVICE)
     zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    q = kernels.write(qkv, cache.planes, rope, zeros, slots, 4)
+    q = FAMILY.write(qkv, cache, rope, zeros, slots, 4)
     assert cache.k.flatten(2).any(-1).sum() == 2  # one slot of two heads
     contexts = torch.tensor([6, 0, 0], dtype=torch.int32, device=DEVICE)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
     tables = torch.zeros(3, 1, dtype=torch.int32, device=DEVICE)
     for splits in (1, 4):
-        out = kernels.attend(q, cache.planes, tables, contexts, starts, 1, 1.0, None, splits)
+        out = kernels.attend(q, cache, tables, contexts, starts, 1, 1.0, None, splits)
         assert torch.isfinite(out).all()
         assert not out[1:].any()
         assert out[0].any()
@@ -243,8 +242,8 @@ def test_what_is_left_to_torch(
     shape: tuple[int, ...], dtype: torch.dtype, reason: str | None
 ) -> None:
     k = torch.empty(shape, dtype=dtype, device="meta")
-    kind = "int4" if dtype == torch.uint8 else "model"
-    found = kernels.refuse(Planes(kind, kind, k, k))
+    format = KV_FORMATS["int4"] if dtype == torch.uint8 else plain(dtype)
+    found = kernels.refuse(LayerCache(format, k, k))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -362,10 +361,10 @@ def test_the_engine_on_these_kernels(
     want = [o.tokens for o in LLM(tmp_path, scheme, **settings).generate(many, params)]
 
     llm = LLM(tmp_path, scheme, **settings)
-    monkeypatch.setattr(fused, "usable", lambda x: True)
+    monkeypatch.setitem(between.chosen, torch.device("cpu"), FAMILY)
     runner = llm.engine.runner
     for layer in runner.caches:
-        layer.fused = True
+        layer.family = FAMILY
     runner.overlaps = True
 
     def capture(self: StepGraphs, rows: Rows, size: int) -> tuple[FakeGraph, Tensor]:

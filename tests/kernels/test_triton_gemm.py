@@ -207,11 +207,11 @@ def test_chosen_tiles_fit_every_number_of_tokens(scheme: str, m: int) -> None:
 def test_quantize_tokens_is_the_reference(notation: str) -> None:
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
     x[2] = 0
-    codes, scale = activations.quantize_tokens(x, notation)
+    codes, scale = activations.quantize(x, notation)[:2]
     want, want_scale = reference.quantize_tokens(x, notation)
     assert torch.equal(scale, want_scale[:, 0])
     assert torch.equal(codes.float(), want.float())
-    held, _ = activations.quantize_tokens(x, notation, torch.float16)
+    held, _ = activations.quantize(x, notation, torch.float16)[:2]
     assert torch.equal(held.float(), want.float())
 
 
@@ -226,7 +226,7 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
             torch.nn.functional.rms_norm(x.float(), (300,), None, 1e-5).half() * weight,
         ),
         (
-            activations.silu_quantize(x, up, "int8"),
+            activations.quantize(up, "int8", gate=x, sums=True)[:3],
             torch.nn.functional.silu(x.float()).half() * up,
         ),
     ):
@@ -243,8 +243,8 @@ def test_tokens_whose_values_are_not_adjacent() -> None:
     x, other = (torch.randn(300, 5, generator=generator).half().to(DEVICE).T for _ in range(2))
     weight = torch.randn(300, generator=generator).half().to(DEVICE)
     for run in (
-        lambda x, other: activations.quantize_tokens(x, "int8"),
-        lambda x, other: activations.silu_quantize(x, other, "int8"),
+        lambda x, other: activations.quantize(x, "int8"),
+        lambda x, other: activations.quantize(other, "int8", gate=x),
         lambda x, other: activations.add_norm(x, other, weight, 1e-5),
         lambda x, other: (activations.silu_mul(x, other),),
     ):

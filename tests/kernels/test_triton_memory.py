@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from anybit.kernels.kv import Planes
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import plain
 from anybit.kernels.triton import activation, attention
 from anybit.kernels.triton.attention import PROMPT, TILES, Tile
 from tests.kernels.compiling import Job, built
@@ -52,7 +53,7 @@ def test_tiles_follow_what_the_gpu_has(kind: str, room: int) -> None:
 
 def test_what_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(k: torch.Tensor) -> str | None:
-        return attention.refuse(Planes("model", "model", k, k))
+        return attention.refuse(LayerCache(plain(k.dtype), k, k))
 
     wide = torch.empty(1, 1, 16, 512)
     assert refuse(wide) is None

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import Executor
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +12,12 @@ pytest.importorskip("triton")
 
 import anybit
 from anybit.core.rotation import turned
-from anybit.engine import fused
-from anybit.kernels import rotation
+from anybit.kernels import between
 from anybit.kernels.backend import Activations
+from anybit.kernels.between import Wanted, rms_norm, seen_by
 from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.triton import activation as kernel
+from anybit.kernels.triton.between import FAMILY, quantizes
 from tests.kernels.compiling import Job, Target, built
 from tests.needs import EVERY_KERNEL
 
@@ -56,11 +56,11 @@ def test_tokens(size: int, after: bool, many: int, monkeypatch: pytest.MonkeyPat
 
 def test_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """What layers see of several sequences is quantized as their tokens are."""
-    monkeypatch.setattr(rotation, "family", lambda x: kernel)
+    monkeypatch.setitem(between.chosen, DEVICE, FAMILY)
     packed = anybit.quantize_tensor(random(16, 64), "int4:rotate=k")
     x = random(2, 3, 64)
-    got = rotation.seen_by(packed, x, "int8")
-    assert torch.equal(got.flatten(0, 1), rotation.seen_by(packed, x.flatten(0, 1), "int8"))
+    got = seen_by(packed, x, "int8")
+    assert torch.equal(got.flatten(0, 1), seen_by(packed, x.flatten(0, 1), "int8"))
     assert (got - x).norm() < 0.01 * x.norm()
 
 
@@ -81,18 +81,17 @@ def test_norms_and_products_leave_rotated_and_quantized(k: int) -> None:
     In float16, since the interpreter cuts bfloat16's last bits off.
     """
     x, delta, weight, vector = (random(*s).half() for s in ((7, k), (7, k), (k,), (k,)))
-    wanted = fused.Wanted("int8", vector)
-    with patch.object(fused, "usable", lambda x: True):
-        codes, total = fused.add_norm(x, delta, weight, 1e-5, wanted)
-        other = fused.silu_mul(x, delta, wanted)
-        assert not fused.Wanted("int8", vector).on_the_way(random(1, 16384))
-        plain, _ = fused.add_norm(x, delta, weight, 1e-5, fused.Wanted("int8"))
+    wanted = Wanted("int8", vector)
+    codes, total = FAMILY.add_norm(x, delta, weight, 1e-5, wanted)
+    other = FAMILY.silu_mul(x, delta, wanted)
+    assert not quantizes(random(1, 16384), wanted)
+    plain, _ = FAMILY.add_norm(x, delta, weight, 1e-5, Wanted("int8"))
     assert isinstance(codes, Activations)
     assert isinstance(other, Activations)
     assert isinstance(plain, Activations)
     assert not plain.rotated
     assert torch.equal(total, x + delta)
-    norm = fused.rms_norm(x + delta, weight, 1e-5)
+    norm = rms_norm(x + delta, weight, 1e-5)
     close(codes, rotated(norm, vector, False).half())
     close(other, rotated(torch.nn.functional.silu(x) * delta, vector, False).half())
 
@@ -104,9 +103,8 @@ def test_products_leave_rotated_alone(many: int, monkeypatch: pytest.MonkeyPatch
     gate, up = random(5, 2 * 640).half().chunk(2, -1)
     vector = random(640, seed=1).half()
     want = rotated(torch.nn.functional.silu(gate) * up, vector, False)
-    with patch.object(fused, "usable", lambda x: True):
-        x = fused.silu_mul(gate, up, fused.Wanted(None, vector, rotated=True))
-        experts = fused.silu_mul(gate, up, fused.Wanted(None, vector))
+    x = FAMILY.silu_mul(gate, up, Wanted(None, vector, rotated=True))
+    experts = FAMILY.silu_mul(gate, up, Wanted(None, vector))
     assert isinstance(x, Activations)
     assert isinstance(experts, Tensor)
     assert x.rotated

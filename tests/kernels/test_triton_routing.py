@@ -11,10 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from anybit.kernels.backend import Activations
+from anybit.kernels.between import TORCH, Routing
 from anybit.kernels.triton import activation as activations
 from anybit.kernels.triton import routing as kernel
-from anybit.nn import routing
-from anybit.nn.routing import Routing
 from tests.kernels.compiling import Job, built
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
@@ -29,7 +28,7 @@ def routed(tokens: int, experts: int, top: int, absent: bool) -> tuple[Tensor, R
     if absent:
         chosen[::3, 0] = -1
         chosen[::5, 1] = experts + 3
-    return chosen, routing.sort(chosen, experts)
+    return chosen, TORCH.sort(chosen, experts)
 
 
 def on(given: Routing) -> Routing:
@@ -57,17 +56,21 @@ def test_choices_are_sorted(
 def test_tokens_are_spread(case: tuple[int, int, int, bool], activation: str | None) -> None:
     _, where = routed(*case)
     x = torch.randn(case[0], 90).half()[:, :72]  # rows lie apart
-    wanted = routing.spread(x, where)
+    wanted = TORCH.spread(x, where)
     assert isinstance(wanted, Tensor)
     used = int(where.starts[-1])
-    got = kernel.spread(x.to(DEVICE), *on(where)[1::-1], activation)
+    got = kernel.spread(x.to(DEVICE), on(where), activation)
     if activation is None:
         assert isinstance(got, Tensor)
         assert torch.equal(got.cpu()[:used], wanted[:used])
         return
     assert isinstance(got, Activations)
-    # As tokens of a layer are: a GPU's division rounds in its own way.
-    codes, scale = (t.cpu() for t in activations.quantize_tokens(wanted.to(DEVICE), activation))
+    by_definition = TORCH.spread(x, where, activation)
+    assert isinstance(by_definition, Activations)
+    if DEVICE.type == "cpu":  # a GPU's division rounds in its own way
+        for one, other in zip(got[:3], by_definition[:3], strict=True):
+            assert torch.equal(one[:used], other[:used])
+    codes, scale = (t.cpu() for t in activations.quantize(wanted.to(DEVICE), activation)[:2])
     assert torch.equal(got.codes.cpu()[:used], codes[:used])
     assert torch.equal(got.scale.cpu()[:used], scale[:used])
     assert torch.equal(got.sums.cpu()[:used], codes[:used].sum(1, dtype=torch.int32))
@@ -84,12 +87,11 @@ def test_outputs_are_combined(case: tuple[int, int, int, bool], biased: bool) ->
     y[int(where.starts[-1]) :] = torch.nan
     weight = torch.rand(tokens, top)
     bias = torch.randn(experts, 40).half() if biased else None
-    wanted = routing.combine(y, where, weight, bias)
+    wanted = TORCH.combine(y, where, weight, bias)
     assert not wanted.isnan().any()
     got = kernel.combine(
-        y.to(DEVICE), where.rows.to(DEVICE), where.starts.to(DEVICE), where.owners.to(DEVICE),
-        weight.to(DEVICE), None if bias is None else bias.to(DEVICE),
-    )  # fmt: skip
+        y.to(DEVICE), on(where), weight.to(DEVICE), None if bias is None else bias.to(DEVICE)
+    )
     torch.testing.assert_close(got.cpu(), wanted, rtol=2**-9, atol=2**-10)
 
 
@@ -99,7 +101,7 @@ def test_experts_are_chosen(experts: int, top: int, normalize: bool) -> None:
     logits = torch.randn(9, experts + 2, generator=torch.Generator().manual_seed(top)).half()
     logits = logits[:, :experts]
     logits[0, 3] = logits[0, 5] = 9  # the first of equal ones is first
-    weight, chosen = routing.choose(logits, top, normalize)
+    weight, chosen = TORCH.choose(logits, top, normalize)
     got, at = kernel.choose(logits.to(DEVICE), top, normalize)
     torch.testing.assert_close(got.cpu(), weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(logits.gather(1, at.cpu().long()), logits.gather(1, chosen))
@@ -115,7 +117,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
 
 
 def test_gates_are_clamped() -> None:
-    """As `engine.models.gpt_oss` defines it, rounded once."""
+    """As `Family.clamped` defines it, rounded once."""
     y, bias = torch.randn(5, 48).half() * 6, torch.randn(3, 48).half()
     owners = torch.tensor([0, 0, 2, 3, 3], dtype=torch.int32)  # the last are no expert's
     x = (y.float() + bias.float()[owners.clamp(max=2).long()])[:3]
@@ -126,12 +128,12 @@ def test_gates_are_clamped() -> None:
 
 
 def test_nothing_to_do() -> None:
-    where = on(routing.sort(torch.zeros(0, 2, dtype=torch.int64), 4))
+    where = on(TORCH.sort(torch.zeros(0, 2, dtype=torch.int64), 4))
     assert where.starts.tolist() == [0] * 5
     x = torch.zeros(0, 16, device=DEVICE)
-    assert kernel.spread(x, where.rows, where.starts, "int8")[0].shape == (0, 16)
+    assert kernel.spread(x, where, "int8")[0].shape == (0, 16)
     weight = torch.zeros(0, 2, device=DEVICE)
-    assert kernel.combine(x, where.rows, where.starts, where.owners, weight, None).shape == (0, 16)
+    assert kernel.combine(x, where, weight).shape == (0, 16)
     assert kernel.choose(x, 2, True)[1].shape == (0, 2)
     assert torch.equal(kernel.sort(where.rows, 4)[0], where.starts)
 

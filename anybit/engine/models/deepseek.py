@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.core.packed import Packed
-from anybit.engine.attention import Batch, Scores, attention, rotate
-from anybit.engine.fused import rms_norm
-from anybit.engine.kv.cache import LayerCache
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
+from anybit.kernels.attention import Batch, Scores, rotate
 from anybit.kernels.backend import Activations
+from anybit.kernels.between import rms_norm
+from anybit.kernels.kv.cache import LayerCache
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
 
@@ -82,7 +82,7 @@ class LatentAttention(Mixer):
         query = torch.cat([torch.einsum("thd,hdl->thl", plain, self.to_k), rotary], 2)
         value = F.pad(latent, (0, self.rotary))
         qkv = torch.cat([query.flatten(1), latent, shared[:, 0], value], 1)
-        out = attention(qkv, self.heads, cache, batch, None, self.scores)[..., : self.latent]
+        out = cache.attend(qkv, self.heads, batch, None, self.scores)[..., : self.latent]
         return self.o_proj(torch.einsum("thl,hdl->thd", out, self.to_v).flatten(1))
 
 

@@ -5,7 +5,7 @@ from transformers import PretrainedConfig
 
 from anybit.engine.models.layers import Attention, Decoder, Mixer, MoE, NormKind, window_of
 from anybit.engine.weights import Weights
-from anybit.nn.routing import Routing, kernels
+from anybit.kernels.between import Routing, outside
 
 
 class ClampedMoE(MoE):
@@ -22,12 +22,7 @@ class ClampedMoE(MoE):
 
     def between(self, x: Tensor, routing: Routing) -> Tensor:
         assert self.biases is not None
-        if (fused := kernels(x)) is not None:
-            made: Tensor = fused.clamped(x, routing.owners, self.biases[0], self.alpha, self.limit)
-            return made
-        x = x + self.biases[0][routing.owners.long()]
-        gate, up = x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * (gate * self.alpha).sigmoid())
+        return outside(x).clamped(x, routing.owners, self.biases[0], self.alpha, self.limit)
 
 
 class GptOss(Decoder):

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.engine.attention import Batch, Mask, attention
-from anybit.engine.kv.cache import LayerCache
-from anybit.engine.kv.format import plain
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.interface import NAME, Call, Step, current
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.rope import check_length
 from anybit.engine.models.trial import Again, Layer, Trial, spoiled
 from anybit.errors import in_a_line, probing
+from anybit.kernels.attention import Batch, Mask
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.format import plain
 
 TOKENS = 8  # of the trial runs
 
@@ -30,10 +30,8 @@ class Paged:
 
     def __init__(self, layers: list[Layer], caches: list[LayerCache], batch: Batch):
         self.layers = iter(zip(layers, caches, strict=True))
-        self.batch = batch
+        self.batch = replace(batch, positions=torch.zeros_like(batch.positions))
         self.still: tuple[Tensor, Tensor] | None = None  # a rotation by nothing, for kernels
-        if any(cache.fused or cache.native for cache in caches):
-            self.batch = replace(batch, positions=torch.zeros_like(batch.positions))
 
     def mask(self, of: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
         return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)  # nobody reads it
@@ -45,9 +43,8 @@ class Paged:
             nn.functional.pad(x[0].transpose(0, 1), (0, layer.dim - x.shape[3])).flatten(1)
             for x in (call.q, call.k, call.v)
         )
-        by_kernels = cache.fused or (cache.native and layer.scores.mask is None)
-        rope = self._still(layer.dim, call.q.device) if by_kernels else None
-        out = attention(torch.cat(list(parts), 1), heads, cache, self.batch, rope, layer.scores)
+        rope = self._still(layer.dim, call.q.device) if cache.by_kernels else None
+        out = cache.attend(torch.cat(list(parts), 1), heads, self.batch, rope, layer.scores)
         return out[None, ..., :width].contiguous()
 
     def _still(self, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

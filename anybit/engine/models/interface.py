@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from anybit.engine.attention import Mask
+from anybit.kernels.attention import Mask
 
 NAME = "anybit"  # by which transformers knows it
 

@@ -7,18 +7,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from anybit.engine.attention import Batch, Scores, attention
 from anybit.engine.experts import OneByOne, biases_of, experts_of
-from anybit.engine.fused import AS_IT_IS, Wanted, add_norm, rms_norm, silu_mul
-from anybit.engine.kv.cache import LayerCache
 from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
+from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
+from anybit.kernels.between import AS_IT_IS, Routing, Wanted, of, outside, rms_norm
+from anybit.kernels.kv.cache import LayerCache
 from anybit.nn.multiplier import Frozen, Multiplier
-from anybit.nn.routing import Routing, choose, mixture
+from anybit.nn.routing import mixture
 
 SILU = ("silu", "swish")  # two names of one function
 
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None, wanted: Wanted = AS_IT_IS
     ) -> tuple[Tensor | Activations, Tensor]:
-        return add_norm(x, delta, self.weight, self.eps, wanted)
+        return of(x).add_norm(x, delta, self.weight, self.eps, wanted)
 
 
 class Mixer(nn.Module):
@@ -141,7 +141,7 @@ class Attention(Mixer):
         if self.whole_norms is not None or rope.order is not None:
             qkv = self._arranged(qkv, rope.order)
         tables = (rope.cos, rope.sin)
-        out = attention(qkv, self.heads, cache, batch, tables, self.scores, self.norms)
+        out = cache.attend(qkv, self.heads, batch, tables, self.scores, self.norms)
         return self.o_proj(out.flatten(1))
 
     def arrange(self, order: Tensor | None) -> None:
@@ -240,7 +240,8 @@ class MoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts' weights in fp32 and their indices, both (T, top_k)."""
-        return choose(self.gate(x), self.top_k, self.normalize)
+        logits = self.gate(x)
+        return outside(logits).choose(logits, self.top_k, self.normalize)
 
 
 class Layer(nn.Module):
@@ -421,7 +422,7 @@ def activation_of(config: PretrainedConfig) -> str:
 def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
     """act(gate) * up, as the next layer wants it if that is made on the way."""
     if act in SILU:
-        return silu_mul(gate, up, wanted)
+        return of(up).silu_mul(gate, up, wanted)
     return ACT2FN[act](gate) * up
 
 

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from anybit.engine.attention import Batch
-from anybit.engine.kv.cache import LayerCache
 from anybit.engine.models.layers import Attention, Decoder, Layer, activation_of
 from anybit.engine.models.rope import NoRope, Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
+from anybit.kernels.attention import Batch
+from anybit.kernels.kv.cache import LayerCache
 
 FIRST = 2  # row of the first position's embedding
 

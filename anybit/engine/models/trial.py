@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.engine.attention import Mask, Scores, sdpa, seen
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.interface import Call
+from anybit.kernels.attention import Mask, Scores, sdpa, seen
 
 # What models hand to attention that does not change it, or that a mask says as well.
 HARMLESS = {

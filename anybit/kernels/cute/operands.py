@@ -10,6 +10,7 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput, InvalidType
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.between import of
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.pack import ROW_MULTIPLE, pack
 
@@ -30,11 +31,6 @@ def refuse_format(layer: LayerSpec) -> str | None:
                 f"scales of a row are {layer.octaves} powers of two apart; {d.octaves} fit into "
                 "8-bit weights"
             )
-    if layer.activation is not None:
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "triton quantizes its activations; pip install 'anybit[gpu]'"
     return None
 
 
@@ -84,9 +80,7 @@ def tokens(
     if isinstance(x, Activations):
         return aligned(x.codes), x.scale.contiguous(), x.sums.contiguous()
     if prepared.activation is not None:
-        from anybit.kernels.triton.activation import quantize
-
-        codes, scale, sums, _ = quantize(x, prepared.activation, sums=prepared.activation == "int8")
+        codes, scale, sums = of(x).quantize(x, prepared.activation)
         return aligned(codes), scale, sums
     if x.dtype != prepared.layout[0].dtype:
         raise InvalidType(

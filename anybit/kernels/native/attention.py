@@ -9,22 +9,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.kernels.kv import Planes
+from anybit.kernels.attention import Scores
+from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
-from anybit.kernels.native.cache import (
-    Cache,
-    cache_of,
-    pointer,
-    refuse,
-    write,
-)
+from anybit.kernels.native.cache import Cache, cache_of, pointer
 from anybit.kernels.native.floats import BYTES, exp, largest, maximum, read, rounded
 from anybit.kernels.native.fused import bits_of, level, threads
 from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
-
-__all__ = ["attend", "refuse", "write"]
 
 ATTEND = (
     "next", "q", "k", "v", "k_scale", "v_scale", "tables", "width", "contexts", "sums", "outs",
@@ -38,34 +31,28 @@ NO_WINDOW = 1 << 40
 
 def attend(
     q: Tensor,
-    planes: Planes,
+    cache: LayerCache,
     tables: Tensor,
     contexts: Tensor,
     longest: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scores: Scores,
 ) -> Tensor:
     """Attention of one token of each sequence over what the cache holds of it.
 
     Args:
         q: (B, heads, D), as `write` returns it.
-        planes: the cache.
+        cache: what is attended to.
         tables: (B, blocks) int32, each sequence's blocks.
         contexts: (B,) int32, tokens of each sequence that the cache holds.
         longest: tokens of the longest context that there may be.
-        scale: of the scores.
-        window: tokens that a token sees; None: all.
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: (heads,), scores of one more key of each head, whose value is zero.
+        scores: how queries weigh keys; without a mask.
 
     Returns:
         (B, heads, D); zeros where a context is empty.
     """
-    _, _, k, v, k_scale, v_scale = planes
-    _, kv_heads, block, _ = k.shape
+    _, kv_heads, block, _ = cache.k.shape
     sequences, heads, dim = q.shape
+    scale, window, softcap, sinks, _ = scores
     parts = -(-longest // PART)
     q = q.contiguous()
     rows = sequences * heads * parts
@@ -73,8 +60,8 @@ def attend(
     sums, outs = room.data_ptr(), room.data_ptr() + rows * 8
     out = torch.empty_like(q)
     count = threads(sequences * heads * longest * dim)
-    kernel = attend_kernel(cache_of(q, planes), heads // kv_heads, softcap is not None)
-    tensors = q, k, v, k_scale, v_scale, tables
+    kernel = attend_kernel(cache_of(q, cache), heads // kv_heads, softcap is not None)
+    tensors = q, cache.k, cache.v, cache.k_scale, cache.v_scale, tables
     kernel(
         (0, *map(pointer, tensors), tables.stride(0), contexts.data_ptr(), sums, outs, sequences,
          kv_heads, block, parts, bits_of(scale), NO_WINDOW if window is None else window,

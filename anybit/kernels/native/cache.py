@@ -1,6 +1,6 @@
 """The paged KV cache of a CPU: what its kernels are compiled for, and how tokens get into it.
 
-What int4 means is in `anybit.engine.kv.int4`, and `_spread` and `_pack` do it in the same order.
+What int4 means is in `anybit.kernels.kv.int4`, and `_spread` and `_pack` do it in the same order.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.kernels.kv import Planes
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.int4 import LEAST_SCALE, MOST
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import (
@@ -34,15 +35,14 @@ WRITE = (
     "slots", "q_weight", "k_weight", "tokens", "heads", "kv_heads", "block", "eps",
 )  # fmt: skip
 HEADS = 8  # that a thread writes at once
-MOST, LEAST_SCALE = 15.0, 2.0**-24  # code and scale of int4
 
 
 @dataclass(frozen=True)
 class Cache:
     """What the kernels are compiled for.
 
-    dtype: of Q, LLVM's name. k, v: their kinds, as `Planes` has them. dim: of a head. groups: of
-    half a head in int4.
+    dtype: of Q, LLVM's name. k, v: their kinds (`Numbers.kind`). dim: of a head. groups: of half a
+    head in int4.
     """
 
     isa: Isa
@@ -78,20 +78,19 @@ class Cache:
         return count
 
 
-def refuse(planes: Planes) -> str | None:
+def refuse(cache: LayerCache) -> str | None:
     """None when the kernels take a cache, or why not."""
-    kinds = planes.k_kind, planes.v_kind
-    if None in kinds or ("model" in kinds and planes.k.dtype not in FLOATS):
-        return f"the cache is {planes.k.dtype}"
-    dim = planes.head_dim
+    if None in cache.kinds or ("model" in cache.kinds and cache.k.dtype not in FLOATS):
+        return f"the cache is {cache.k.dtype}"
+    dim = cache.head_dim
     return f"head_dim={dim} is no multiple of 16" if dim % 16 else None
 
 
-def cache_of(q: Tensor, planes: Planes) -> Cache:
-    k, v = planes.k_kind, planes.v_kind
+def cache_of(q: Tensor, cache: LayerCache) -> Cache:
+    k, v = cache.kinds
     assert k is not None
     assert v is not None
-    return Cache(level(), DTYPES[q.dtype], k, v, planes.head_dim, planes.groups)
+    return Cache(level(), DTYPES[q.dtype], k, v, cache.head_dim, cache.groups)
 
 
 def pointer(t: Tensor | None) -> int:
@@ -100,31 +99,23 @@ def pointer(t: Tensor | None) -> int:
 
 def write(
     qkv: Tensor,
-    planes: Planes,
-    rope: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    rope: tuple[Tensor, Tensor] | None,
     positions: Tensor,
     slots: Tensor,
     heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Store K and V, and return Q (T, heads, D), normed and rotated: twice for a cache in int4.
-
-    Args:
-        qkv: (T, (heads + 2 kv_heads) * D).
-        planes: the cache.
-        rope: cosines and sines (positions, D / 2) fp32.
-        positions, slots: (T,); a token whose slot is negative is not stored.
-        heads: of Q.
-        norms: RMSNorm weights (D,) of Q's and K's heads, and the epsilon.
-    """
-    _, _, k, v, k_scale, v_scale = planes
-    _, kv_heads, block, _ = k.shape
+    """`Family.write`."""
+    assert rope is not None
+    _, kv_heads, block, _ = cache.k.shape
     qkv, positions, slots = qkv.contiguous(), positions.int(), slots.int()
-    q = torch.empty(len(qkv), heads, planes.head_dim, dtype=qkv.dtype)
+    q = torch.empty(len(qkv), heads, cache.head_dim, dtype=qkv.dtype)
     weight = None if norms is None else DTYPES[norms[0].dtype]
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms
-    kernel = write_kernel(cache_of(qkv, planes), weight)
-    tensors = q, k, v, k_scale, v_scale, *rope, positions, slots, q_weight, k_weight
+    kernel = write_kernel(cache_of(qkv, cache), weight)
+    planes = cache.k, cache.v, cache.k_scale, cache.v_scale
+    tensors = q, *planes, *rope, positions, slots, q_weight, k_weight
     kernel(
         (0, qkv.data_ptr(), qkv.stride(0) * qkv.itemsize, *map(pointer, tensors),
          len(qkv), heads, kv_heads, block, bits_of(eps)),

@@ -79,7 +79,7 @@ class Norm:
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMSNorm(x + delta) * weight and x + delta, all (M, N); without a delta, of x.
 
-    Rounded like `anybit.engine.fused.rms_norm`.
+    Rounded like `anybit.kernels.between.rms_norm`.
     """
     m, n = x.shape
     out = torch.empty(m, n, dtype=x.dtype)

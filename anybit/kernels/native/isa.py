@@ -10,7 +10,6 @@ import platform
 import sys
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from anybit.errors import InvalidInput
 
@@ -123,19 +122,6 @@ def _arm_features() -> dict[str, bool]:
         "dotprod": bool(first & HWCAP_ASIMDDP),
         "bf16": bool(second & HWCAP2_BF16),
     }
-
-
-def processor() -> str:
-    """The processor's name."""
-    about = Path("/proc/cpuinfo")
-    for line in about.read_text().splitlines() if about.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    if levels() is ARM:
-        from llvmlite import binding
-
-        return str(binding.get_host_cpu_name())
-    return platform.processor() or platform.machine()
 
 
 @cache

@@ -17,7 +17,7 @@ NAMES = ("next", "x", "x_stride", "vector", "out", "units", "row")
 
 
 def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
-    """`anybit.kernels.rotation.rotate` of tokens (M, K) that `fused.suits`."""
+    """`Family.rotate` of tokens (M, K) that `fused.suits`."""
     m, k = x.shape
     size, out = block(k), torch.empty(m, k, dtype=x.dtype)
     kernel = rotate_kernel(level(), DTYPES[x.dtype], DTYPES[vector.dtype], size, after)

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anybit.core.format import Format
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.fused import level, threads
 from anybit.kernels.native.ir import F32, I8, I32, I64, PTR, Arguments, Function, Value, vec
@@ -47,13 +48,10 @@ class Trellis:
         return 1 << (self.state - self.bits)
 
 
-def paths(x: Tensor, table: Tensor, bits: int, lead: int) -> Tensor:
-    """States (n, steps) int32 of closed paths near x (n, steps, V) fp32; see `formats/trellis.py`.
-
-    table: (2**L, V) fp32.
-    """
+def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
+    """`anybit.kernels.viterbi.paths`."""
     n, steps, width = x.shape
-    spec = Trellis(level(), (len(table) - 1).bit_length(), bits, width, steps, lead)
+    spec = Trellis(level(), (len(table) - 1).bit_length(), fmt.bits, width, steps, lead)
     x, numbers = x.contiguous(), table.T.contiguous()
     out = torch.empty(n, steps, dtype=torch.int32)
     count = min(n, threads(n * steps * len(table)))

@@ -187,28 +187,8 @@ def _silu_mul(gate, up, out, K, GATE_STRIDE, UP_STRIDE, WIDE: tl.constexpr, PDL:
     tl.store(out + m * K + k, _silu(g, u, g.dtype), mask=k < K)
 
 
-def quantize_tokens(
-    x: Tensor, activation: str, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> codes (M, K), scale (M,) fp32.
-
-    dtype: what holds the codes: int8, float8_e4m3fn, or x's own dtype, in which they are exact.
-    """
-    return quantize(x, activation, dtype)[:2]
-
-
-def silu_quantize(
-    gate: Tensor, up: Tensor, activation: str, vector: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """SiLU(gate) * up, both (M, K) -> codes (M, K), scale (M,) fp32, sums of int8 codes (M,).
-
-    vector: as in `quantize`.
-    """
-    return quantize(up, activation, gate=gate, sums=activation == "int8", vector=vector)[:3]
-
-
 def rotate(x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None) -> Tensor:
-    """`anybit.kernels.rotation.rotate` of tokens (M, K), or of SiLU(gate) * x."""
+    """`Family.rotate` of tokens (M, K), or of SiLU(gate) * x."""
     m, k = x.shape
     size, x = block(k), side_by_side(x)
     gate = None if gate is None else side_by_side(gate)
@@ -252,7 +232,8 @@ def quantize(
 
     gate (M, K): SiLU(gate) * x. norm: (delta, weight (K,), epsilon) for RMSNorm(x + delta) *
     weight; the residual is x + delta, or x where delta is None. sums: whether to add up the codes.
-    dtype: as in `quantize_tokens`. vector (K,): of a rotation before that, where `rotates(K)`.
+    dtype: what holds them: int8, float8_e4m3fn, or x's own, in which they are exact. vector (K,):
+    of a rotation before that, where `rotates(K)`.
     """
     m, k = x.shape
     out = torch.empty(m, k, dtype=dtype or CODES[activation], device=x.device)

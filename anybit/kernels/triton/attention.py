@@ -16,17 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.kv import Planes
+from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 from anybit.kernels.triton.attention_int8 import fetch, grid_of, nibbles, of_tokens, pages, sunk
-from anybit.kernels.triton.cache import arguments, write
-from anybit.kernels.triton.cache import refuse as refuse_cache
+from anybit.kernels.triton.cache import kinds, planes
 from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.lang import NO_PTX
 from anybit.kernels.triton.tiles import next_power_of_2
-
-__all__ = ["attend", "refuse", "write"]
 
 MOST_SPLITS = 32
 MOST_PROMPTS = 64  # sequences of a step with several queries, for which the kernel is compiled once
@@ -271,20 +268,28 @@ def _combine(
     tl.store(out + head * D + d, acc)
 
 
-def refuse(cache: Planes) -> str | None:
+def refuse(cache: LayerCache) -> str | None:
     """None when these kernels can be used on a cache, or why not."""
-    if reason := refuse_cache(cache):
-        return reason
-    dim, room, size = cache.head_dim, shared_memory(cache.k.device), cache.k.element_size()
-    least = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
-    if (need := shared_bytes(least, dim, max(2, size), head_bytes(cache))) > room:
+    block, dim, kinds = cache.k.shape[2], cache.head_dim, cache.kinds
+    least = 32 if "int4" in kinds else 16  # the matrix unit takes 16 numbers at a time
+    if None in kinds or ("model" in kinds and kinds != ("model", "model")):
+        return f"they do not take K that is {kinds[0]} and V that is {kinds[1]}"
+    if dim < least or dim & (dim - 1):
+        return f"the head dimension is {dim}, not a power of two of at least {least}"
+    if block & (block - 1):
+        return f"the block size is {block}, not a power of two"
+    if (heads := cache.k.shape[:3].numel()) >= 2**31:
+        return f"{heads} heads of tokens in a layer's cache are more than 2**31 - 1"
+    room, size = shared_memory(cache.k.device), cache.k.element_size()
+    smallest = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
+    if (need := shared_bytes(smallest, dim, max(2, size), head_bytes(cache))) > room:
         return f"a head dimension of {dim} takes {need} bytes of shared memory, and it has {room}"
     return None
 
 
 def attend(
     q: Tensor,
-    cache: Planes,
+    cache: LayerCache,
     tables: Tensor,
     contexts: Tensor,
     starts: Tensor,
@@ -304,15 +309,11 @@ def attend(
     default as many as fill the GPU when every sequence has a single query, else one. sinks
     (heads,): scores of one more key of each head, whose value is zero.
     """
-    k_kind, v_kind, k, v, k_scale, v_scale = arguments(cache)
-    assert k_kind is not None
-    assert v_kind is not None
-    kinds = {"K_KIND": k_kind, "V_KIND": v_kind}
-    _, kv_heads, block, _ = k.shape
+    _, kv_heads, block, _ = cache.k.shape
     (_, heads, dim), batch = q.shape, len(tables)
     group = heads // kv_heads
     rows = max(16, min(128, next_power_of_2(longest * group)))
-    tile = tile or (PROMPT if rows == 128 else TILES[k_kind])
+    tile = tile or (PROMPT if rows == 128 else TILES[cache.kinds[0] or ""])
     tile = fitted(
         tile._replace(rows=tile.rows or rows), dim, q.element_size(), head_bytes(cache),
         shared_memory(q.device),
@@ -320,7 +321,7 @@ def attend(
     rows = tile.rows
     single = longest == 1 and attention_int8.suits(group, cache)
     if splits is None:
-        enough = PROGRAMS[k.element_size()]
+        enough = PROGRAMS[cache.k.element_size()]
         splits = choose_splits(batch * kv_heads, enough) if longest == 1 else 1
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
@@ -330,23 +331,23 @@ def attend(
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if single:
         attention_int8._attend_int8[(kv_heads, batch * splits)](
-            q, k, v, k_scale, v_scale, tables, contexts, parts, sums, maxima,
+            q, *planes(cache), tables, contexts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            GROUPS=cache.groups, SPLITS=splits, TOKENS=tile.tokens, num_warps=tile.warps,
-            num_stages=tile.stages, **kinds, **overlap(q.device),
+            SPLITS=splits, TOKENS=tile.tokens, num_warps=tile.warps,
+            num_stages=tile.stages, **kinds(cache), **overlap(q.device),
         )  # fmt: skip
     else:
         most = batch * -(-group // rows)
         if longest > 1:  # at most one tile of each sequence is not full
             most = -(-len(q) * group // rows) + batch
         _attend[(most, kv_heads, splits)](
-            q, k, v, k_scale, v_scale, tables, contexts, starts, parts, sums, maxima,
+            q, *planes(cache), tables, contexts, starts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), batch, scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            GROUPS=cache.groups, SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
+            SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
             SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
-            num_warps=tile.warps, num_stages=tile.stages, **kinds, **overlap(q.device),
+            num_warps=tile.warps, num_stages=tile.stages, **kinds(cache), **overlap(q.device),
         )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
@@ -384,7 +385,7 @@ def fitted(tile: Tile, dim: int, size: int, head: int, room: int) -> Tile:
     return tile
 
 
-def head_bytes(cache: Planes) -> int:
+def head_bytes(cache: LayerCache) -> int:
     """Of a token's head of K or V, with its scales, at most."""
     return cache.k.element_size() * cache.k.shape[3] + 8 * cache.groups
 

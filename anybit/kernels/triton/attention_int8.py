@@ -12,7 +12,7 @@ probabilities. A head in int8 is one part.
 import triton
 import triton.language as tl
 
-from anybit.kernels.kv import Planes
+from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton.activation import after_previous, launch_next
 from anybit.kernels.triton.lang import NO_PTX
 
@@ -21,10 +21,10 @@ LEAST_DIM, MOST_DIM = 32, 512  # of a part of K, what the matrix unit multiplies
 MOST_GROUPS = 2  # of half a head: parts of more take more registers than there are
 
 
-def suits(group: int, cache: Planes) -> bool:
+def suits(group: int, cache: LayerCache) -> bool:
     """Whether `_attend_int8` takes so many query heads of a K head of such a cache."""
-    kinds, dim = (cache.k_kind, cache.v_kind), cache.head_dim
-    part = dim // (2 * cache.groups if cache.k_kind == "int4" else 1)
+    kinds, dim = cache.kinds, cache.head_dim
+    part = dim // (2 * cache.groups if kinds[0] == "int4" else 1)
     fits = group <= MOST_HEADS and LEAST_DIM <= part and dim <= MOST_DIM
     return fits and "model" not in kinds and cache.groups <= MOST_GROUPS
 

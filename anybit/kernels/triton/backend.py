@@ -97,9 +97,8 @@ def multiply(
         gemm.launch_dense(tensors, layout, w)
         return torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
     if prepared.activation is not None and scale is None:
-        x, scale = activations.quantize_tokens(
-            x, prepared.activation, torch.int8 if layout.unit == 8 else x.dtype
-        )
+        held = torch.int8 if layout.unit == 8 else x.dtype
+        x, scale, *_ = activations.quantize(x, prepared.activation, held)
     gemm.launch(x, scale, tensors, bias, y, layout, tile)
     return y
 

@@ -1,16 +1,17 @@
 """How a step's K and V get into the paged cache, in one pass over the projection's output.
 
-RoPE, the norms of heads, quantization and the store. `anybit.engine.kv.int4` says what int4 is.
+RoPE, the norms of heads, quantization and the store. `anybit.kernels.kv.int4` says what int4 is.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anybit.kernels.kv import Planes
+from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
 
 
@@ -73,7 +74,7 @@ def _write(
 
 @triton.jit
 def _spread(a, b):
-    """Heads of two halves (heads, HALF), rotated as `anybit.engine.kv.int4` has it."""
+    """Heads of two halves (heads, HALF), rotated as `anybit.kernels.kv.int4` has it."""
     HALF: tl.constexpr = a.shape[1]
     for i in tl.static_range(16):
         if 2**i < HALF:
@@ -174,53 +175,39 @@ def _int8(x, scale):
 
 def write(
     qkv: Tensor,
-    cache: Planes,
-    rope: tuple[Tensor, Tensor],
+    cache: LayerCache,
+    rope: tuple[Tensor, Tensor] | None,
     positions: Tensor,
     slots: Tensor,
     heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """Rotate Q and K of qkv (T, (heads + 2 kv_heads) * D), store K and V; Q (T, heads, D).
-
-    Q for int4 is rotated as K is.
-    rope: cosines and sines (positions, D / 2) fp32. slots (T,): block * block_size + offset, or -1
-    for a token that is not stored. norms: RMSNorm weights (D,) of Q and K, and the epsilon.
-    """
-    _, _, k, v, k_scale, v_scale = arguments(cache)
-    tokens, (_, kv_heads, block, _), dim = len(qkv), k.shape, cache.head_dim
+    """`Family.write`."""
+    assert rope is not None
+    tokens, (_, kv_heads, block, _), dim = len(qkv), cache.k.shape, cache.head_dim
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         together = math.gcd(heads, kv_heads, 4)
         _write[(tokens, (heads + 2 * kv_heads) // together)](
-            qkv, q, k, v, k_scale, v_scale, *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
+            qkv, q, *planes(cache), *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
             eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
-            K_KIND=cache.k_kind, V_KIND=cache.v_kind, GROUPS=cache.groups, NORM=norms is not None,
+            **kinds(cache), NORM=norms is not None,
             TOGETHER=together, num_warps=together, **overlap(q.device),
         )  # fmt: skip
     return q
 
 
-def arguments(cache: Planes) -> Planes:
-    """A cache as kernels get it: a scale and a low of int4 as one word."""
+def planes(cache: LayerCache) -> tuple[Tensor | None, ...]:
+    """A cache as kernels get it: K, V, and their scales, a scale and a low of int4 as one word."""
     k_scale, v_scale = (
         scale if scale is None or scale.dtype != torch.float16 else scale.view(torch.int32)
         for scale in (cache.k_scale, cache.v_scale)
     )
-    return cache._replace(k_scale=k_scale, v_scale=v_scale)
+    return cache.k, cache.v, k_scale, v_scale
 
 
-def refuse(cache: Planes) -> str | None:
-    """None when these kernels can be used on a cache, or why not."""
-    block, dim, kinds = cache.k.shape[2], cache.head_dim, (cache.k_kind, cache.v_kind)
-    least = 32 if "int4" in kinds else 16  # the matrix unit takes 16 numbers at a time
-    if None in kinds or ("model" in kinds and kinds != ("model", "model")):
-        return f"they do not take K that is {kinds[0]} and V that is {kinds[1]}"
-    if dim < least or dim & (dim - 1):
-        return f"the head dimension is {dim}, not a power of two of at least {least}"
-    if block & (block - 1):
-        return f"the block size is {block}, not a power of two"
-    if (heads := cache.k.shape[:3].numel()) >= 2**31:
-        return f"{heads} heads of tokens in a layer's cache are more than 2**31 - 1"
-    return None
+def kinds(cache: LayerCache) -> dict[str, Any]:
+    """What else kernels know of a cache."""
+    k, v = cache.kinds
+    return {"K_KIND": k, "V_KIND": v, "GROUPS": cache.groups}

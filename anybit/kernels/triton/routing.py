@@ -1,7 +1,7 @@
 """What happens to tokens around the products of experts: chosen, sorted, spread, combined.
 
-One launch each. `nn/routing.py` is the definition. Nothing is added atomically, so results do not
-change from run to run.
+One launch each; `Family` of `kernels/between.py` has the definitions. Nothing is added atomically,
+so results do not change from run to run.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.backend import CODES, Activations
+from anybit.kernels.between import Routing
 from anybit.kernels.triton.activation import (
     LARGEST,
     _quantize,
@@ -149,7 +150,7 @@ def _clamped(y, owners, bias, out, N, EXPERTS, ALPHA, LIMIT, WIDE: tl.constexpr,
 
 
 def choose(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Weights fp32 and experts int32, both (T, top), of a router's logits (T, experts)."""
+    """`Family.choose`, experts in int32."""
     (tokens, experts), device = logits.shape, logits.device
     weight = torch.empty(tokens, top, dtype=torch.float32, device=device)
     chosen = torch.empty(tokens, top, dtype=torch.int32, device=device)
@@ -163,8 +164,8 @@ def choose(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
     return weight, chosen
 
 
-def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`nn.routing.sort`: starts, rows and owners."""
+def sort(chosen: Tensor, experts: int) -> Routing:
+    """`Family.sort`."""
     device, count = chosen.device, chosen.numel()
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device)
     rows = torch.empty(chosen.shape, dtype=torch.int32, device=device)
@@ -173,11 +174,12 @@ def sort(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         chosen.contiguous(), starts, rows, owners, count, experts,
         TILE=max(16, min(CHOICES, next_power_of_2(count))), num_warps=4, **overlap(device),
     )  # fmt: skip
-    return starts, rows, owners
+    return Routing(starts, rows, owners)
 
 
-def spread(x: Tensor, rows: Tensor, starts: Tensor, activation: str | None) -> Tensor | Activations:
-    """`nn.routing.spread`."""
+def spread(x: Tensor, routing: Routing, activation: str | None = None) -> Tensor | Activations:
+    """`Family.spread`, quantized on the way if `activation` says so."""
+    starts, rows, _ = routing
     (tokens, k), top, count = x.shape, rows.shape[1], rows.numel()
     sums = activation == "int8"
     x, kind = side_by_side(x), x.dtype if activation is None else CODES[activation]
@@ -196,10 +198,9 @@ def spread(x: Tensor, rows: Tensor, starts: Tensor, activation: str | None) -> T
     return out if activation is None else Activations(out, scale, total, x.dtype)
 
 
-def combine(
-    y: Tensor, rows: Tensor, starts: Tensor, owners: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """`nn.routing.combine`."""
+def combine(y: Tensor, routing: Routing, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`Family.combine`."""
+    starts, rows, owners = routing
     (tokens, top), n = rows.shape, y.shape[1]
     y, weight = y.contiguous(), weight.contiguous()
     out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
@@ -212,7 +213,7 @@ def combine(
 
 
 def clamped(y: Tensor, owners: Tensor, bias: Tensor, alpha: float, limit: float) -> Tensor:
-    """GPT-OSS's activation of y (M, 2 N) + the bias (experts, 2 N) of each row's owner: (M, N)."""
+    """`Family.clamped`."""
     m, n = y.shape[0], y.shape[1] // 2
     out = torch.empty(m, n, dtype=y.dtype, device=y.device)
     if m:

@@ -170,18 +170,11 @@ def _walk(
     tl.store(ends + mine, end)
 
 
-def paths(x: Tensor, fmt: Format, lead: int, state: int | None = None) -> Tensor:
-    """States (n, steps) int32 of closed sequences near x (n, steps, V) fp32.
-
-    Args:
-        x: What is to be coded.
-        fmt: A format of sequences whose steps have 1 or 2 weights.
-        lead: Steps at either end of a sequence that the first pass takes.
-        state: Bits of a state, where they are fewer than the format's.
-    """
+def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
+    """`anybit.kernels.viterbi.paths`, of formats whose steps have 1 or 2 weights."""
     x = x.clamp(-MOST, MOST)
     n, steps, _ = x.shape
-    state = fmt.window if state is None else state
+    state = (len(table) - 1).bit_length()
     size = steps << (state - fmt.bits)
     most = max(1, MOST_BACK // size)
     out = torch.empty(n, steps, dtype=torch.int32, device=x.device)

@@ -1,16 +1,16 @@
-"""Attention over the paged KV cache."""
+"""What attention over the paged KV cache is given, and its definition in plain torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anybit.engine.fused import rms_norm
-from anybit.engine.kv.cache import LayerCache
+if TYPE_CHECKING:
+    from anybit.kernels.kv.cache import LayerCache
 
 # Tokens of a prompt from which torch's attention takes half the time of our kernel (2 prompts of
 # 1024 on an H200: 52 against 95 us), and what it takes to gather the pages is small.
@@ -73,8 +73,7 @@ class Part(NamedTuple):
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """How a layer's queries weigh keys.
 
     scale: of the products. window: tokens that a token sees, itself included; None: all before it.
@@ -89,85 +88,13 @@ class Scores:
     mask: Mask | None = None
 
 
-def attention(
-    qkv: Tensor,
-    heads: int,
-    cache: LayerCache,
-    batch: Batch,
-    rope: tuple[Tensor, Tensor] | None,
-    scores: Scores,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-) -> Tensor:
-    """From projections (T, (heads + 2 kv_heads) * head_dim) to the output (T, heads, head_dim).
-
-    rope: cosines and sines of all positions; None: Q and K are rotated already, and no kernel is
-    to be used. norms: RMSNorm weights of Q's and K's heads, and the epsilon.
-
-    Always attends to what went into the cache and never to K and V before that, so that neither
-    chunks of a prompt nor cached prefixes nor preemption change a result.
-    """
-    if cache.fused and rope is not None:
-        from anybit.kernels.triton import attention as kernels
-
-        planes = cache.planes
-        q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
-        if scores.softcap is not None or scores.mask is not None:  # the kernels have none
-            return gathered(q, cache, batch, scores)
-        how, sinks = (scores.scale, scores.window), scores.sinks
-        out, n = torch.empty_like(q), batch.decodes
-        if n:
-            kernels.attend(q[:n], planes, *batch.single, *how, out=out[:n], sinks=sinks)
-        # Torch's kernels are faster for whole prompts. A graph does not know its prompts' lengths.
-        if batch.whole and scores.window is None and scores.sinks is None:
-            prompts(q, cache, batch, scores, out)
-        elif len(batch.queries) > n:
-            kernels.attend(q, planes, *batch.several, *how, out=out, sinks=sinks)
-        return out
-    if cache.native and rope is not None:
-        return on_cpu(qkv, heads, cache, batch, rope, scores, norms)
-    kv_heads = cache.k.shape[1]
-    q, k, v = qkv.unflatten(1, (-1, cache.head_dim)).split([heads, kv_heads, kv_heads], dim=1)
-    if norms is not None:
-        q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
-    if rope is not None:
-        cos, sin = (table[batch.positions, None] for table in rope)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    cache.store(k, v, batch.slots)
-    return gathered(cache.format.k.turn(q).to(q.dtype), cache, batch, scores)
-
-
-def on_cpu(
-    qkv: Tensor,
-    heads: int,
-    cache: LayerCache,
-    batch: Batch,
-    rope: tuple[Tensor, Tensor],
-    scores: Scores,
-    norms: tuple[Tensor, Tensor, float] | None,
-) -> Tensor:
-    """`attention` by the kernels that LLVM compiles; by torch's for prompts."""
-    from anybit.kernels.native import attention as kernels
-
-    planes = cache.planes
-    q = kernels.write(qkv, planes, rope, batch.positions, batch.slots, heads, norms)
-    n, how = batch.decodes, (scores.scale, scores.window, scores.softcap, scores.sinks)
-    longest = batch.tables.shape[1] * cache.k.shape[2]
-    first = kernels.attend(q[:n], planes, batch.single.tables, batch.single.contexts, longest, *how)
-    if n == len(batch.queries):
-        return first
-    out = torch.empty_like(q)
-    out[:n] = first
-    prompts(q, cache, batch, scores, out)
-    return out
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x (T, heads, head_dim), whose halves are the two coordinates."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def gathered(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
+def gathered(q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores) -> Tensor:
     """Attention of queries (T, heads, head_dim) over what the cache holds of their sequences.
 
     The definition, in plain torch: pages are gathered, dequantized and given to torch's attention.
@@ -179,7 +106,7 @@ def gathered(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tens
     return out
 
 
-def prompts(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Tensor) -> None:
+def prompts(q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores, out: Tensor) -> None:
     """Attention of the sequences with several queries, one after the other, into `out`."""
     start = batch.decodes
     for i in range(batch.decodes, len(batch.queries)):
@@ -188,7 +115,7 @@ def prompts(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Ten
         start = stop
 
 
-def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
+def decode(q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores) -> Tensor:
     """One query for each of the first sequences, padded to the longest context."""
     longest = max(batch.lengths[: len(q)])
     blocks = -(-longest // cache.k.shape[2])
@@ -203,7 +130,7 @@ def decode(q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor
     return sdpa(q[:, :, None], k, v, mask[:, None, None], scores)[:, :, 0]
 
 
-def prefill(q: Tensor, cache: LayerCache, batch: Batch, i: int, scores: Scores) -> Tensor:
+def prefill(q: Tensor, cache: "LayerCache", batch: Batch, i: int, scores: Scores) -> Tensor:
     """The queries of sequence i: the last tokens of its context."""
     length, count = batch.lengths[i], len(q)
     blocks = -(-length // cache.k.shape[2])

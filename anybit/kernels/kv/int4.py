@@ -13,7 +13,7 @@ the same. V has no such channels and is left as it is.
 import torch
 from torch import Tensor
 
-from anybit.engine.kv.format import Numbers, zeros
+from anybit.kernels.kv.format import Numbers, zeros
 
 MOST = 15.0  # code
 # fp16 has nothing smaller; zeros, whose range is none, need a scale to be divided by.
@@ -23,7 +23,7 @@ LEAST_SCALE = 2.0**-24
 class Int4(Numbers):
     """Codes of 4 bits. group: channels that share a scale, at most; rotated: as K is."""
 
-    packs, kind, turned = 2, "int4", True
+    packs, kind, side_by_side = 2, "int4", True
 
     def __init__(self, group: int, rotated: bool = False) -> None:
         super().__init__(torch.uint8)

@@ -1,8 +1,8 @@
 """The formats of a KV cache that have a name; without one, it has the model's dtype."""
 
-from anybit.engine.kv.format import KvFormat
-from anybit.engine.kv.int4 import Int4
-from anybit.engine.kv.int8 import Int8
+from anybit.kernels.kv.format import KvFormat
+from anybit.kernels.kv.int4 import Int4
+from anybit.kernels.kv.int8 import Int8
 
 # Nats a token, of benchmarks/results/kv_accuracy.csv.
 LOSS_OF_INT4 = (

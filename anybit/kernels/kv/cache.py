@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from anybit.engine.fused import compiled
-from anybit.engine.kv.format import KvFormat, Numbers, zeros
 from anybit.errors import Unsupported
-from anybit.kernels.backend import has_triton
-from anybit.kernels.kv import Planes
+from anybit.kernels.attention import Batch, Scores
+from anybit.kernels.between import TORCH, of
+from anybit.kernels.kv.format import KvFormat, Numbers, zeros
 
 
 class LayerCache:
@@ -15,10 +14,16 @@ class LayerCache:
 
     Attributes:
         format: How numbers are kept.
-        planes: The tensors, as kernels get them.
-        fused: Whether Triton's kernels work on it.
-        native: Whether those that LLVM compiles do.
-        turned: Whether V's tokens lie side by side.
+        k: (blocks, kv_heads, block_size, head_dim); in int4, half as many bytes as channels.
+        v: The same; (blocks, kv_heads, head_dim, block_size) where `side_by_side`.
+        k_scale: Static ones of channels, fp32 (kv_heads, head_dim); of tokens (blocks, kv_heads,
+            groups, block_size, numbers): one in fp32 for int8, a scale and a low in fp16 for int4.
+        v_scale: The same.
+        kinds: What kernels call K's and V's numbers.
+        head_dim: Channels of a head.
+        groups: Of channels in half a head of int4; 1 without int4.
+        family: Whose kernels work on it, or the definition.
+        side_by_side: Whether V's tokens lie side by side.
     """
 
     def __init__(
@@ -27,10 +32,14 @@ class LayerCache:
     ):  # fmt: skip
         self.format, self.k, self.v = format, k, v
         self.k_scale, self.v_scale = k_scale, v_scale
-        planes = Planes(format.k.kind, format.v.kind, k, v, k_scale, v_scale)
-        self.fused, self.native = usable(planes), usable_on_cpu(planes)
-        self.turned = format.v.turned and not self.native
-        self.planes = planes
+        self.kinds = format.k.kind, format.v.kind
+        self.head_dim = k.shape[3] * format.k.packs
+        pairs = zip(self.kinds, (k_scale, v_scale), strict=True)
+        groups = (s.shape[2] // 2 for kind, s in pairs if kind == "int4" and s is not None)
+        self.groups = next(groups, 1)
+        family = of(k)
+        self.family = TORCH if family.refuse_cache(self) else family
+        self.side_by_side = format.v.side_by_side and self.family.side_by_side
 
     @classmethod
     def empty(
@@ -55,26 +64,42 @@ class LayerCache:
         shape = (blocks, heads, block_size, head_dim)
         (k, k_scale), (v, v_scale) = (parts(side, shape, device) for side in (format.k, format.v))
         cache = cls(format, k, v, k_scale, v_scale)
-        if cache.turned:
+        if cache.side_by_side:
             cache.v = v.view(blocks, heads, -1, block_size)
-            cache.planes = cache.planes._replace(v=cache.v)
         return cache
 
     @property
-    def head_dim(self) -> int:
-        return self.k.shape[3] * self.format.k.packs
+    def by_kernels(self) -> bool:
+        """Whether kernels read and write it, which look at nothing on the host."""
+        return self.family is not TORCH
 
-    @property
-    def values(self) -> Tensor:
-        """V as (blocks, kv_heads, block_size, numbers of a head)."""
-        return self.v.transpose(2, 3) if self.turned else self.v
+    def attend(
+        self, qkv: Tensor, heads: int, batch: Batch, rope: tuple[Tensor, Tensor] | None,
+        scores: Scores, norms: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """From projections (T, (heads + 2 kv_heads) * head_dim) to the output (T, heads, head_dim).
+
+        Always attends to what went into the cache and never to K and V before that, so that neither
+        chunks of a prompt nor cached prefixes nor preemption change a result.
+
+        Args:
+            qkv: Projections.
+            heads: Of Q.
+            batch: The step.
+            rope: Cosines and sines of all positions; None: Q and K are rotated already, and no
+                kernel is to be used.
+            scores: How queries weigh keys.
+            norms: RMSNorm weights of Q's and K's heads, and the epsilon.
+        """
+        family = TORCH if rope is None else self.family
+        q = family.write(qkv, self, rope, batch.positions, batch.slots, heads, norms)
+        return family.attend(q, self, batch, scores)
 
     @property
     def sides(self) -> tuple[tuple[Numbers, Tensor, Tensor | None], ...]:
-        """How K is kept, its numbers and its scales; the same of V."""
-        return (
-            (self.format.k, self.k, self.k_scale), (self.format.v, self.values, self.v_scale),
-        )  # fmt: skip
+        """How K is kept, its numbers (blocks, kv_heads, block_size, ...) and scales; so of V."""
+        v = self.v.transpose(2, 3) if self.side_by_side else self.v
+        return (self.format.k, self.k, self.k_scale), (self.format.v, v, self.v_scale)
 
     @property
     def of_tokens(self) -> list[Tensor]:
@@ -124,21 +149,3 @@ def parts(
         )
     numbers = zeros((*shape[:3], shape[3] // how.packs), how.dtype, device)
     return numbers, how.empty_scale(shape, device)
-
-
-def usable(planes: Planes) -> bool:
-    """Whether Triton's kernels can work on a cache."""
-    if planes.k.device.type != "cuda" or not has_triton():
-        return False
-    from anybit.kernels.triton.attention import refuse
-
-    return refuse(planes) is None
-
-
-def usable_on_cpu(planes: Planes) -> bool:
-    """Whether kernels that LLVM compiles can work on a cache."""
-    if not compiled(planes.k):
-        return False
-    from anybit.kernels.native.attention import refuse
-
-    return refuse(planes) is None

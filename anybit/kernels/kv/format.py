@@ -16,21 +16,22 @@ ALIGNED = 64  # bytes, as torch has it
 class Numbers:
     """K or V as they are, in a dtype; what another way does otherwise, it overrides.
 
-    A new one is a class in a file of its own, in a format of `anybit.engine.kv.formats`.
+    A new one is a class in a file of its own, in a format of `anybit.kernels.kv.formats`.
 
     Attributes:
         dtype: Of what is kept.
         packs: Channels in one number of that.
-        kind: What kernels call it (`anybit.kernels.kv.Planes`); None: none takes it, and torch's
-            attention decodes whole contexts.
-        turned: Whether a GPU's kernels want V's tokens side by side: a matrix unit sums over
+        kind: What kernels call it. "model": numbers of the model's dtype. "static" and "dynamic":
+            int8 with a scale of each channel, or of each token and head. "int4": as `int4.py` has
+            it. None: no kernel takes it, and torch's attention decodes whole contexts.
+        side_by_side: Whether a GPU's kernels want V's tokens side by side: a matrix unit sums over
             tokens, and takes bytes that it sums side by side.
         static: Whether scales belong to channels and were known before.
     """
 
     packs: ClassVar[int] = 1
     kind: ClassVar[str | None] = "model"
-    turned: ClassVar[bool] = False
+    side_by_side: ClassVar[bool] = False
     static: ClassVar[bool] = False
 
     def __init__(self, dtype: torch.dtype):
@@ -41,7 +42,7 @@ class Numbers:
         return self
 
     def empty_scale(self, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
-        """Scales of a cache of zeros, or None; see `Planes`.
+        """Scales of a cache of zeros, or None; see `LayerCache`.
 
         Args:
             shape: Blocks, heads, tokens of a block, channels of a head.

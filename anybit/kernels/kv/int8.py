@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anybit.engine.kv.format import Numbers, zeros
+from anybit.kernels.kv.format import Numbers, zeros
 
 LARGEST = 127.0
 # Scales of zeros would divide by zero; any other scale keeps zeros as they are.
@@ -13,7 +13,7 @@ LEAST_SCALE = 1e-10
 class Int8(Numbers):
     """A scale in fp32 for each token and head."""
 
-    kind, turned = "dynamic", True
+    kind, side_by_side = "dynamic", True
 
     def __init__(self) -> None:
         super().__init__(torch.int8)
@@ -37,7 +37,7 @@ class Int8(Numbers):
 class StaticInt8(Numbers):
     """Scales (kv_heads, head_dim) that calibration leaves in a checkpoint."""
 
-    kind, turned, static = "static", True, True
+    kind, side_by_side, static = "static", True, True
 
     def __init__(self, scale: Tensor):
         super().__init__(torch.int8)

@@ -6,50 +6,32 @@ and the first half of the sequence as one open sequence, and finds which bits th
 The second pass begins and ends with these bits. Quarters instead of halves would take 3/4 of the
 time, and err by 0.7 % more at 2 bits.
 
-Three implementations: plain torch, the definition, for any device; LLVM's for x86 and Arm CPUs; and
-Triton's for GPUs.
+This is the definition; `Family.paths` of `between.py` finds kernels that do the same.
 """
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.kernels.native.fused import able
 
 CHUNK = 64  # sequences that plain torch works on at a time
 
 
-def paths(x: Tensor, table: Tensor, fmt: Format) -> Tensor:
-    """States (n, steps) int32 of closed sequences near x (n, steps, V) fp32.
-
-    table: values (2**L, V) fp32 of all states, which `fmt.triton_decode` computes.
-    """
-    lead = x.shape[1] // 2
-    if x.device.type == "cuda":
-        from anybit.kernels.triton import viterbi as triton
-
-        return triton.paths(x, fmt, lead)
-    if x.device.type == "cpu" and able():
-        from anybit.kernels.native import viterbi as native
-
-        return native.paths(x, table, fmt.bits, lead)
-    return plain_paths(x, table, fmt.bits, lead)
-
-
-def plain_paths(x: Tensor, table: Tensor, bits: int, lead: int) -> Tensor:
-    """The definition, in plain torch.
+def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
+    """The best closed path of each sequence, nearly.
 
     Args:
         x: What is to be coded, (n, steps, V) fp32.
-        table: Values (2**L, V) fp32 of all states, L at least 2 * bits.
-        bits: Bits of a step's code.
+        table: Values (2**L, V) fp32 of all states, which `fmt.triton_decode` computes.
+        fmt: Of `fmt.bits` a step, at most L / 2.
         lead: Steps at either end of a sequence that the first pass takes.
 
     Returns:
         States (n, steps) int32; each has the bits of the one before, the first those of the last.
     """
     if len(x) > CHUNK:
-        return torch.cat([plain_paths(part, table, bits, lead) for part in x.split(CHUNK)])
+        return torch.cat([paths(part, table, fmt, lead) for part in x.split(CHUNK)])
+    bits = fmt.bits
     seam = torch.cat((x[:, -lead:], x[:, :lead]), 1)
     pin = _pass(seam, table, bits)[:, lead] >> bits
     return _pass(x, table, bits, pin).int()

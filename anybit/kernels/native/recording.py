@@ -6,7 +6,7 @@ torch's own operators between them are called again, and their results put where
 lie.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anybit.kernels.between import Repeated
 from anybit.kernels.native import build, fused
 from anybit.kernels.native.program import Program
-from anybit.nn import op
 
 aten = torch.ops.aten
 ALLOCATIONS = {
@@ -26,19 +26,17 @@ ALLOCATIONS = {
 UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Recording:
+class Recording(Repeated):
     """Runs a step once, and replays it.
 
-    Attributes:
-        out: the step's result, valid until the next replay.
-        refused: an operator whose result the host looks at, for which the step itself is run each
-            time; None if there is none.
+    refused: an operator whose result the host looks at. operators: what is done in operators of our
+    own, which are seen from within.
     """
 
-    def __init__(self, step: Callable[[], Tensor]):
+    def __init__(self, step: Callable[[], Tensor], operators: Mapping[Any, Callable[..., Tensor]]):
         self.step = step
         self.calls: list[Any] = []
-        watch = _Watch(self.calls)
+        watch = _Watch(self.calls, operators)
         with build.recorded(self.calls), watch:
             self.out = step()
         self.kept = watch.kept
@@ -62,9 +60,8 @@ class Recording:
             yield Program(run, fused.level()).run
 
     def replay(self) -> None:
-        """Run the step on what its memory holds now."""
         if self.refused:
-            self.out.copy_(self.step())
+            super().replay()
         for part in self.parts:
             part()
 
@@ -72,9 +69,9 @@ class Recording:
 class _Watch(TorchDispatchMode):
     """Sees every operator of torch's; writes down those that compute."""
 
-    def __init__(self, calls: list[Any]):
+    def __init__(self, calls: list[Any], operators: Mapping[Any, Callable[..., Tensor]]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = calls
+        self.calls, self.operators = calls, operators
         self.kept: list[Any] = []  # kernels know their memory by address alone
         self.refused: str | None = None
 
@@ -82,9 +79,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in op.FUNCTIONS:  # seen from within
+        if func in self.operators:
             with self:
-                return op.FUNCTIONS[func](*args, **kwargs)
+                return self.operators[func](*args, **kwargs)
         if func is aten.copy_.default and _plain(*args[:2]):
             fused.convert(args[1], args[0])
             self.kept.append(args)

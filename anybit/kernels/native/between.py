@@ -1,0 +1,68 @@
+"""What lies between products, by kernels that LLVM compiles for the processor."""
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.attention import Batch, Scores, gathered, prompts
+from anybit.kernels.backend import Activations
+from anybit.kernels.between import AS_IT_IS, Family, Wanted
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.native import attention, cache, dense, fused, rotation, viterbi
+from anybit.kernels.native.recording import Recording
+
+
+class Native(Family):
+    side_by_side = False
+
+    def about(self) -> str:
+        return f"`native` compiles for {fused.level().name}"
+
+    def runs_on(self, device: torch.device) -> bool:
+        return fused.able()
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
+        wanted: Wanted = AS_IT_IS,
+    ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
+        if not (fused.suits(x) if delta is None else fused.suits(x, delta)):
+            return super().add_norm(x, delta, weight, eps)
+        return fused.add_norm(x, delta, weight, eps)
+
+    def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+        suits = fused.suits(up, gate)
+        return fused.silu_mul(gate, up) if suits else super().silu_mul(gate, up)
+
+    def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        if not fused.suits(tokens) or not vector.is_contiguous():
+            return super().rotate(x, vector, after)
+        return rotation.rotate(tokens, vector, after).view(x.shape)
+
+    placed = staticmethod(dense.placed)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        suits = dense.suits(x, weight)
+        return dense.linear(x, weight, bias) if suits else super().linear(x, weight, bias)
+
+    refuse_cache = staticmethod(cache.refuse)
+    write = staticmethod(cache.write)
+
+    def attend(self, q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
+        if scores.mask is not None:  # the kernels have none
+            return gathered(q, cache, batch, scores)
+        n, longest = batch.decodes, batch.tables.shape[1] * cache.k.shape[2]
+        tables, contexts, *_ = batch.single
+        first = attention.attend(q[:n], cache, tables, contexts, longest, scores)
+        if n == len(batch.queries):
+            return first
+        out = torch.empty_like(q)
+        out[:n] = first
+        prompts(q, cache, batch, scores, out)
+        return out
+
+    record = staticmethod(Recording)
+
+    paths = staticmethod(viterbi.paths)
+
+
+FAMILY = Native()

@@ -1,0 +1,88 @@
+"""What lies between products, by Triton's kernels for GPUs."""
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.attention import Batch, Scores, gathered, prompts
+from anybit.kernels.backend import HALVES, Activations
+from anybit.kernels.between import AS_IT_IS, Family, Wanted
+from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.triton import activation, attention, cache, dense, likeliest, routing, viterbi
+
+
+class Triton(Family):
+    def add_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
+        wanted: Wanted = AS_IT_IS,
+    ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
+        if not quantizes(x, wanted):
+            return activation.add_norm(x, delta, weight, eps)
+        codes, scale, total, x_sum = activation.quantize(
+            x, wanted.activation or "", norm=(delta, weight, eps),
+            sums=wanted.activation == "int8", vector=wanted.vector,
+        )  # fmt: skip
+        return Activations(codes, scale, total, x.dtype, wanted.vector is not None), x_sum
+
+    def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+        kind, vector, rotated = wanted
+        if quantizes(up, wanted):
+            made = activation.quantize(
+                up, kind or "", gate=gate, sums=kind == "int8", vector=vector
+            )
+            return Activations(*made[:3], up.dtype, vector is not None)
+        if rotated and vector is not None:
+            nothing = up.new_empty(0)
+            x = activation.rotate(up, vector, False, gate)
+            return Activations(x, nothing, nothing, up.dtype, rotated=True)
+        return activation.silu_mul(gate, up)
+
+    def quantize(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+        return activation.quantize(x, kind, sums=kind == "int8")[:3]
+
+    def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:
+        if x.dtype not in (*HALVES, torch.float32) or not vector.is_contiguous():
+            return super().rotate(x, vector, after)
+        return activation.rotate(x.reshape(-1, x.shape[-1]), vector, after).view(x.shape)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        suits = dense.suits(x, weight)
+        return dense.linear(x, weight, bias) if suits else super().linear(x, weight, bias)
+
+    def likeliest(self, logits: Tensor, invalid: int) -> Tensor:
+        if logits.stride(1) != 1:
+            return super().likeliest(logits, invalid)
+        return likeliest.likeliest(logits, invalid)
+
+    choose = staticmethod(routing.choose)
+    sort = staticmethod(routing.sort)
+    spread = staticmethod(routing.spread)
+    combine = staticmethod(routing.combine)
+    clamped = staticmethod(routing.clamped)
+    refuse_cache = staticmethod(attention.refuse)
+    write = staticmethod(cache.write)
+
+    def attend(self, q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
+        if scores.softcap is not None or scores.mask is not None:  # the kernels have none
+            return gathered(q, cache, batch, scores)
+        how, sinks = (scores.scale, scores.window), scores.sinks
+        out, n = torch.empty_like(q), batch.decodes
+        if n:
+            attention.attend(q[:n], cache, *batch.single, *how, out=out[:n], sinks=sinks)
+        # Torch's kernels are faster for whole prompts. A graph does not know its prompts' lengths.
+        if batch.whole and scores.window is None and scores.sinks is None:
+            prompts(q, cache, batch, scores, out)
+        elif len(batch.queries) > n:
+            attention.attend(q, cache, *batch.several, *how, out=out, sinks=sinks)
+        return out
+
+    paths = staticmethod(viterbi.paths)
+
+
+def quantizes(x: Tensor, wanted: Wanted) -> bool:
+    """Whether the kernel that makes x (T, K) also quantizes it, as it is wanted."""
+    if wanted.activation is None:
+        return False
+    return wanted.vector is None or activation.rotates(x.shape[1])
+
+
+FAMILY = Triton()
