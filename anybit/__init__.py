@@ -64,38 +64,11 @@ PUBLIC = {
     "set_keep": "nn.model",
 }
 __all__ = [
-    "GPTQ",
-    "HQQ",
-    "LLM",
-    "RTN",
-    "Additive",
-    "AnybitConfig",
-    "Calibration",
-    "Clip",
-    "Entry",
-    "Format",
-    "Grid",
-    "Packed",
-    "QuantLinear",
-    "Rotate",
-    "SamplingParams",
-    "Smooth",
-    "Structured",
-    "__version__",
-    "dequantize",
-    "dequantize_",
-    "get_format",
-    "linear",
-    "load",
-    "pv_tune",
-    "quantize_",
-    "quantize_tensor",
-    "register",
-    "register_backend",
-    "rotate_",
-    "save",
-    "set_keep",
-]
+    "GPTQ", "HQQ", "LLM", "RTN", "Additive", "AnybitConfig", "Calibration", "Clip", "Entry",
+    "Format", "Grid", "Packed", "QuantLinear", "Rotate", "SamplingParams", "Smooth", "Structured",
+    "__version__", "dequantize", "dequantize_", "get_format", "linear", "load", "pv_tune",
+    "quantize_", "quantize_tensor", "register", "register_backend", "rotate_", "save", "set_keep",
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # who checks types shall find misspelled names

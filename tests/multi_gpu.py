@@ -27,7 +27,7 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import INT8_LARGEST, operand_weight
 from anybit.nn.linear import QuantLinear
-from anybit.nn.sharding import shard, share
+from anybit.nn.sharding import share
 
 RANKS = 2
 SCHEMES = (
@@ -51,7 +51,7 @@ class Parallel:
         n, k = packed.shape
         self.columns = share(k, rank, RANKS) if along == "rows" else slice(None)
         rows = share(n, rank, RANKS) if along == "columns" else slice(None)
-        self.layer = QuantLinear(shard(packed, rows, self.columns), None, activation)
+        self.layer = QuantLinear(packed.rows(rows).columns(self.columns), None, activation)
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's outputs, or its share of all outputs."""

@@ -9,7 +9,6 @@ from torch import Tensor
 import anybit
 from anybit.core.packed import Packed, stack
 from anybit.errors import InvalidInput, InvalidType
-from anybit.nn.sharding import shard
 
 N, K = 8, 64
 WIDTHS = range(1, 9)
@@ -59,9 +58,7 @@ PARTS = [slice(0, 8, 2), slice(8, 0, -1), slice(6, 2), slice(0, 0), slice(200, 3
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_are_ranges(part: slice) -> None:
     w = packed()
-    for cut in (
-        w.rows, w.columns, lambda part: shard(w, part), lambda part: shard(w, columns=part)
-    ):  # fmt: skip
+    for cut in (w.rows, w.columns):
         with pytest.raises(InvalidInput, match=r"(rows|columns) .* no range; cut it from start to"):
             cut(part)
 

@@ -20,7 +20,7 @@ from anybit.kernels.native import fused
 from anybit.kernels.native import rotation as kernel
 from anybit.kernels.registry import refusals
 from anybit.nn.model import quantized_layers
-from anybit.nn.sharding import Piece, check_columns, same, shard
+from anybit.nn.sharding import Piece, check_columns, same
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.statistics import Statistics
@@ -130,15 +130,14 @@ def test_parts_are_whole_blocks() -> None:
     for part, want in (
         (packed.rows(slice(128, 256)), w[128:]),
         (packed.columns(slice(128, 384)), w[:, 128:384]),
-        (shard(packed, slice(0, 128), slice(256, 512)), w[:128, 256:]),
+        (packed.rows(slice(0, 128)).columns(slice(256, 512)), w[:128, 256:]),
     ):
         assert torch.allclose(part.dequantize(), want, atol=1e-5)
     for cut in (
         lambda: packed.rows(slice(64, 192)),
         lambda: packed.rows(slice(0, 64)),
         lambda: packed.columns(slice(64, 192)),
-        lambda: shard(packed, columns=slice(0, 64)),
-        lambda: shard(packed, rows=slice(0, 64)),
+        lambda: packed.columns(slice(0, 64)),
         lambda: check_columns(packed.format, 512, 8),
     ):
         with pytest.raises(ValueError, match="split"):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import anybit
-from anybit.core.packed import Packed, tensor_shapes
+from anybit.core.packed import Packed, cut, tensor_shapes
 from anybit.errors import InvalidInput
-from anybit.nn.sharding import Piece, check_columns, cut, shard, share
+from anybit.nn.sharding import Piece, check_columns, share
 from tests.multi_gpu import SCHEMES
 from tests.needs import pairs
 from tests.specs import SPECS
@@ -65,7 +65,7 @@ def test_rows_of_all_ranks_are_the_weight(spec, ranks):
     parts = []
     for rank in range(ranks):
         rows = share(n * ranks, rank, ranks)
-        part = shard(packed, rows=rows)
+        part = packed.rows(rows)
         piece = filled(packed, n, slice(None), rows.start)
         assert all(torch.equal(t, piece.tensors()[key]) for key, t in part.tensors().items())
         parts.append(part.dequantize())
@@ -83,7 +83,7 @@ def test_columns_of_all_ranks_are_the_weight(spec, cut):
     parts, y = [], torch.zeros(3, n, dtype=torch.float64)
     for rank in range(ranks):
         columns = share(k, rank, ranks)
-        part = shard(packed, columns=columns)
+        part = packed.columns(columns)
         piece = filled(packed, n, columns, 0)
         assert all(torch.equal(t, piece.tensors()[key]) for key, t in part.tensors().items())
         assert part.codes().shape == (n, packed.format.code_count(k // ranks))
@@ -98,7 +98,7 @@ def test_spare_bits_of_a_part_are_zero(spec):
     """Kernels lay words out as they are: what follows a part's last code is no neighbour's."""
     fmt = anybit.get_format(spec)
     packed = packed_weight(spec, 2 * fmt.tile[0], 6 * unit(fmt))
-    part = shard(packed, columns=slice(0, 3 * unit(fmt)))
+    part = packed.columns(slice(0, 3 * unit(fmt)))
     again = Packed.from_codes(fmt, part.shape, part.codes(), part.grid)
     assert all(torch.equal(a, b) for a, b in zip(part.planes, again.planes, strict=True))
 
@@ -131,15 +131,15 @@ def test_cuts_inside_a_group_are_refused(spec):
         with pytest.raises(
             ValueError, match=rf"{columns.start} to {columns.stop} of .* {size} col"
         ):
-            shard(packed, columns=columns)
+            packed.columns(columns)
 
 
 def test_rows_inside_a_tile_are_refused():
     packed = packed_weight("trellis", 48, 64)
     with pytest.raises(ValueError, match=r"rows 16 to 40 split a tile .* multiples of 16 rows"):
-        shard(packed, rows=slice(16, 40))
+        packed.rows(slice(16, 40))
     with pytest.raises(ValueError, match="rows 8 to 24 split a tile"):
-        packed.rows(slice(8, 24))
+        cut(packed.format, 64, "scale", packed.grid["scale"], slice(8, 24), slice(None))
     with pytest.raises(ValueError, match="rows 0 to 40 split a tile"):
         Piece("up", "trellis", 40, 64).take("scale", packed.grid["scale"])
 
@@ -188,10 +188,10 @@ def test_columns_in_an_order_of_their_own_become_dense():
     fmt = anybit.get_format("int4:group=16,order")
     packed = packed_weight(fmt.spec, 4, 64)
     packed.grid["order"] = torch.randperm(64, dtype=torch.int32)
-    rows = shard(packed, rows=slice(1, 3))
+    rows = packed.rows(slice(1, 3))
     assert torch.equal(rows.dequantize(), packed.dequantize()[1:3])
     with pytest.raises(ValueError, match="cannot be cut along K"):
-        shard(packed, columns=slice(0, 32))
+        packed.columns(slice(0, 32))
     parts = [filled(packed, 4, share(64, rank, 2), 0) for rank in range(2)]
     assert torch.equal(torch.cat(parts, 1), packed.dequantize())
 

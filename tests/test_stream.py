@@ -226,7 +226,7 @@ def test_resume_is_refused_when_something_changed(copy, tmp_path, monkeypatch):
         quantize_checkpoint(copy, out, "int4", shard_bytes=50_000)
     with pytest.raises(ValueError, match=r"quantizer was RTN\(\), now Clip\(\)"):
         quantize_checkpoint(copy, out, "int4", anybit.Clip(), shard_bytes=SHARD)
-    monkeypatch.setattr(stream, "__version__", "9.9")
+    monkeypatch.setattr(rewrite, "__version__", "9.9")
     with pytest.raises(ValueError, match=r"anybit was \d.*, now 9\.9"):
         quantize_checkpoint(copy, out, "int4", shard_bytes=SHARD)
     monkeypatch.undo()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from anybit.files.directory import (
 from anybit.files.hub import located
 from anybit.files.safetensors import INDEX, WEIGHTS, ShardWriter, Stored, read_header
 from anybit.progress import progress
+from anybit.version import __version__
 
 SHARD_BYTES = 1 << 30  # of the source, in one file; a kill costs that much work at most
 MANIFEST = "manifest.json"
@@ -265,16 +267,32 @@ def fingerprint(source: Path, stored: Mapping[str, Source]) -> dict[str, list[in
     return {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(files)}
 
 
-def into_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Distribute units over files of at most `limit` bytes, or of one unit, in the given order.
+def manifest_of(
+    source: Path, stored: Mapping[str, Source], shard_bytes: int, **settings: Any
+) -> dict[str, Any]:
+    """A manifest: the version, the settings, and the source by size and time of its files."""
+    files = fingerprint(source, stored)
+    return {"anybit": __version__, **settings, "source": files, "shard_bytes": shard_bytes}
+
+
+def into_shards(
+    stored: Mapping[str, Source], owner: Mapping[str, str], dropped: Container[str], limit: int
+) -> dict[str, list[str]]:
+    """Distribute units over files of at most `limit` bytes, or of one unit, in the source's order.
 
     Args:
-        sizes: Bytes of each unit.
-        limit: Bytes of a file.
+        stored: The source's tensors.
+        owner: Layers by the names of their tensors.
+        dropped: Tensors that are left out.
+        limit: Bytes of a file, as the source has them.
 
     Returns:
         Units by file name.
     """
+    sizes = Counter[str]()
+    for name, tensor in stored.items():
+        if name not in dropped:
+            sizes[owner.get(name, name)] += tensor.nbytes
     shards: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -287,21 +305,3 @@ def into_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
         return {WEIGHTS: shards[0]}
     total = len(shards)
     return {f"model-{i:05}-of-{total:05}.safetensors": s for i, s in enumerate(shards, 1)}
-
-
-def unit_sizes(
-    stored: Mapping[str, Source], owner: Mapping[str, str], dropped: Container[str]
-) -> dict[str, int]:
-    """Bytes of every unit, in the source's order.
-
-    Args:
-        stored: The source's tensors.
-        owner: Layers by the names of their tensors.
-        dropped: Tensors that are left out.
-    """
-    out: dict[str, int] = {}
-    for name, tensor in stored.items():
-        if name not in dropped:
-            unit = owner.get(name, name)
-            out[unit] = out.get(unit, 0) + tensor.nbytes
-    return out

@@ -23,8 +23,8 @@ from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
     check_paths,
-    fingerprint,
     into_shards,
+    manifest_of,
     rewrite,
 )
 from anybit.core.packed import tensor_shapes
@@ -42,7 +42,6 @@ from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.embeddings import quantize_embedding
 from anybit.quantizers.quantize import quantized_plan
 from anybit.quantizers.rtn import RTN
-from anybit.version import __version__
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -277,21 +276,12 @@ def plan_quantization(
                 f"holds {one.dtype} of {one.shape}"
             )
         schemes[name] = scheme
-    manifest = {
-        "anybit": __version__,
-        "formats": [list(pair) for pair in formats.items()],
-        "quantizer": repr(quantizer),
-        "source": fingerprint(source, tensors),
-        "shard_bytes": shard_bytes,
-    }
-    shards = into_shards(
-        {name: tensor.nbytes for name, tensor in found.stored.items()}, shard_bytes
-    )
+    settings = {"formats": [*map(list, formats.items())], "quantizer": repr(quantizer)}
     return Quantization(
         stored=stored,
         config=config,
-        shards=shards,
-        manifest=manifest,
+        shards=into_shards(found.stored, {}, (), shard_bytes),
+        manifest=manifest_of(source, tensors, shard_bytes, **settings),
         quantizer=quantizer,
         formats=formats,
         schemes=schemes,

@@ -222,27 +222,6 @@ class Format:
             return rotation.Rotation.of(grid).restored(w)
         return w[:, torch.argsort(grid["order"])] if self.order else w
 
-    def at(self, grid: Grid, columns: slice) -> Grid:
-        """The grid of a range of columns.
-
-        Raises:
-            InvalidInput: A bound of the range does not lie on the border of a group.
-        """
-        out = {}
-        for name, entry in self.stored_entries().items():
-            g = entry.group
-            if g and (columns.start % g or columns.stop % g):
-                raise InvalidInput(
-                    f"columns {columns.start}:{columns.stop} do not lie on borders of "
-                    f"group={g} in format {self.spec!r}"
-                )
-            part = slice(columns.start // g, columns.stop // g) if g else slice(None)
-            if entry.table is not None:
-                out[name] = grid[name][columns] if entry.table == (COLUMNS,) else grid[name]
-            else:
-                out[name] = grid[name][:, part]
-        return out
-
     def code_count(self, k: int) -> int:
         """Codes in a row of k weights."""
         return k // self.width * self.books

@@ -1,5 +1,6 @@
 """`Packed`: a quantized weight as it is stored, and the tensors that a format stores."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor
 
 from anybit.core import planes as planes_of
-from anybit.core.format import LAYER, Entry, Format, Grid
+from anybit.core.format import COLUMNS, LAYER, Entry, Format, Grid
 from anybit.core.rotation import Rotation, block, check_part
 from anybit.errors import InvalidInput, InvalidType
 
 CODES = re.compile(r"\.codes\d+$")
 PLANE = Entry(torch.int32)  # of codes, in words
+WHOLE = slice(None)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with these
 
 
@@ -159,29 +161,13 @@ class Packed:
         )
 
     def columns(self, columns: slice) -> "Packed":
-        """The part for a range of inputs, on borders of the groups and of 32 codes."""
-        if self.format.order:
-            raise InvalidInput(
-                f"a weight in format {self.format.spec!r} cannot be cut along K: the columns of a "
-                "group lie apart; cut it along N, or use its dequantized weight"
-            )
+        """The part for a range of inputs, on borders of groups, vectors and tiles."""
         start, stop = span(columns, self.shape[1], "columns")
-        first, last = self.format.code_count(start), self.format.code_count(stop)
-        whole = self.format.code_count(self.shape[1])
-        unit = self.format.tile[1]
-        if start % unit or stop % unit or first % 32 or (last % 32 and last != whole):
-            raise InvalidInput(
-                f"columns {start}:{stop} of format {self.format.spec!r} do not lie on borders "
-                f"of 32 codes ({32 * self.format.width // self.format.books} columns)"
-            )
-        planes = tuple(
-            p[:, first * width // 32 : planes_of.words(last, width)]
-            for p, width in zip(self.planes, planes_of.segments(self.format.bits), strict=True)
-        )
-        if self.format.rotate:
-            check_part(self.shape[1], start, stop, self.format.spec)
-        grid = self.format.at(self.grid, slice(start, stop))
-        return Packed(self.format, (self.shape[0], stop - start), planes, grid)
+        tensors = {
+            key: cut(self.format, self.shape[1], key, tensor, WHOLE, slice(start, stop))
+            for key, tensor in self.tensors().items()
+        }
+        return Packed.from_tensors(self.format, (self.shape[0], stop - start), tensors)
 
     def __repr__(self) -> str:
         (n, k), nbytes = self.shape, self.nbytes()
@@ -274,6 +260,45 @@ def check_rows(fmt: Format, start: int, stop: int) -> None:
             f"rows {start} to {stop} split a tile in format {fmt.spec!r}; cut it at multiples of "
             f"{unit} rows"
         )
+
+
+def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
+    """Raise ValueError when a range of K = k columns splits a group, a vector or a tile."""
+    unit = math.lcm(fmt.tile[1], *(e.group for e in fmt.entries().values() if e.group))
+    if start % unit or (stop % unit and stop != k):
+        raise InvalidInput(
+            f"columns {start} to {stop} of K={k} split a group or {fmt.unit} in format "
+            f"{fmt.spec!r}; cut it at multiples of {unit} columns"
+        )
+    if fmt.rotate:
+        check_part(k, start, stop, fmt.spec)
+
+
+def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part of one stored tensor (`Packed.tensors`) of a weight with K = k columns."""
+    start, stop, _ = columns.indices(k)
+    if fmt.order and (start, stop) != (0, k):
+        raise InvalidInput(
+            f"a weight in format {fmt.spec!r} cannot be cut along K: the columns of a group lie "
+            "apart; cut it along N, or use its dequantized weight"
+        )
+    check_borders(fmt, k, start, stop)
+    entry = fmt.stored_entries().get(key)
+    if entry is None or entry.table is None:
+        check_rows(fmt, *rows.indices(len(tensor))[:2])
+        if "n" in fmt.rotate:
+            check_part(len(tensor), *rows.indices(len(tensor))[:2], fmt.spec)
+    if entry is None:
+        part, width = tensor[rows], int(key.removeprefix("codes"))
+        first, last = fmt.code_count(start), fmt.code_count(stop)
+        if first * width % 32 == 0 and (last * width % 32 == 0 or stop == k):
+            return part[:, first * width // 32 : planes_of.words(last, width)]
+        codes = planes_of.unpack((part[:, : planes_of.words(last, width)],), width, last)
+        return planes_of.pack(codes[:, first:], width)[0]
+    if entry.table is not None:
+        return tensor[start:stop] if entry.table == (COLUMNS,) else tensor
+    group = entry.group
+    return tensor[rows, start // group : stop // group] if group else tensor[rows]
 
 
 def is_codes(name: str) -> bool:

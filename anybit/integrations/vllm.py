@@ -245,11 +245,6 @@ class AnybitConfig(QuantizationConfig):
             if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
                 self.names[weight.removesuffix(".weight")] = theirs
 
-    @property
-    def quantizes(self) -> bool:
-        """Whether the checkpoint is dense, and quantized while it is loaded."""
-        return bool(self.dense) and not self.coded
-
     def scheme(self, prefix: str) -> str | None:
         """The scheme of a layer, by vLLM's name of it; None for one that is not quantized."""
         name = self.names.get(prefix, prefix)

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
+from anybit.core.packed import WHOLE
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.safetensors import Stored as StoredTensor
@@ -28,7 +29,7 @@ from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_products import build, refill
 from anybit.nn.grouped import Weight
 from anybit.nn.linear import check_finite
-from anybit.nn.sharding import WHOLE, Piece, check_columns, share
+from anybit.nn.sharding import Piece, check_columns, share
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 

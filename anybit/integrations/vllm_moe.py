@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import set_weight_attrs
 
+from anybit.core.packed import WHOLE
 from anybit.errors import InvalidInput
 from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_linear import (
@@ -32,7 +33,7 @@ from anybit.integrations.vllm_linear import (
 )
 from anybit.integrations.vllm_products import Experts, all_experts, one_by_one
 from anybit.nn.grouped import Weight
-from anybit.nn.sharding import WHOLE, Piece, share
+from anybit.nn.sharding import Piece, share
 
 if TYPE_CHECKING:
     from anybit.integrations.vllm import AnybitConfig

@@ -12,15 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from anybit.core import planes as bits
-from anybit.core.format import COLUMNS, Entry, Format
-from anybit.core.packed import Packed, check_rows, span, tensor_shapes, why_apart
+from anybit.core.format import Entry, Format
+from anybit.core.packed import WHOLE, Packed, cut, tensor_shapes, why_apart
 from anybit.core.rotation import block, check_part
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.nn.linear import check_grid
-
-WHOLE = slice(None)
 
 
 def share(size: int, rank: int, ranks: int, name: str = "weight") -> slice:
@@ -59,60 +56,6 @@ def check_columns(fmt: Format, k: int, ranks: int, name: str = "weight") -> None
             f"{block(k)} that are rotated in format {fmt.spec!r}; use fewer ranks, or quantize it "
             "without rotate"
         )
-
-
-def check_borders(fmt: Format, k: int, start: int, stop: int) -> None:
-    """Raise ValueError when a range of K = k columns splits a group, a vector or a tile."""
-    unit = math.lcm(fmt.tile[1], *(e.group for e in fmt.entries().values() if e.group))
-    if start % unit or (stop % unit and stop != k):
-        raise InvalidInput(
-            f"columns {start} to {stop} of K={k} split a group or {fmt.unit} in format "
-            f"{fmt.spec!r}; cut it at multiples of {unit} columns"
-        )
-    if fmt.rotate:
-        check_part(k, start, stop, fmt.spec)
-
-
-def shard(packed: Packed, rows: slice = WHOLE, columns: slice = WHOLE) -> Packed:
-    """The part of a weight for a range of outputs and a range of inputs.
-
-    Raises ValueError when the inputs begin or end inside a group or a vector.
-    """
-    n, k = packed.shape
-    start, stop = span(columns, k, "columns")
-    top, bottom = span(rows, n, "rows")
-    tensors = {
-        key: cut(packed.format, k, key, tensor, rows, slice(start, stop))
-        for key, tensor in packed.tensors().items()
-    }
-    return Packed.from_tensors(packed.format, (bottom - top, stop - start), tensors)
-
-
-def cut(fmt: Format, k: int, key: str, tensor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part of one stored tensor (`Packed.tensors`) of a weight with K = k columns."""
-    start, stop, _ = columns.indices(k)
-    if fmt.order and (start, stop) != (0, k):
-        raise InvalidInput(
-            f"a weight in format {fmt.spec!r} cannot be cut along K: the columns of a group lie "
-            "apart; cut it along N, or use its dequantized weight"
-        )
-    check_borders(fmt, k, start, stop)
-    entry = fmt.stored_entries().get(key)
-    if entry is None or entry.table is None:
-        check_rows(fmt, *rows.indices(len(tensor))[:2])
-        if "n" in fmt.rotate:
-            check_part(len(tensor), *rows.indices(len(tensor))[:2], fmt.spec)
-    if entry is None:
-        part, width = tensor[rows], int(key.removeprefix("codes"))
-        first, last = fmt.code_count(start), fmt.code_count(stop)
-        if first * width % 32 == 0 and (last * width % 32 == 0 or stop == k):
-            return part[:, first * width // 32 : bits.words(last, width)]
-        codes = bits.unpack((part[:, : bits.words(last, width)],), width, last)
-        return bits.pack(codes[:, first:], width)[0]
-    if entry.table is not None:
-        return tensor[start:stop] if entry.table == (COLUMNS,) else tensor
-    group = entry.group
-    return tensor[rows, start // group : stop // group] if group else tensor[rows]
 
 
 class Piece:

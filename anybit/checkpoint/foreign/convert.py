@@ -34,10 +34,9 @@ from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
     check_paths,
-    fingerprint,
     into_shards,
+    manifest_of,
     rewrite,
-    unit_sizes,
 )
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.errors import InvalidInput
@@ -48,7 +47,6 @@ from anybit.nn.linear import all_finite, check_finite
 from anybit.nn.model import is_linear
 from anybit.nn.plan import METHOD, is_head, quantization_config
 from anybit.nn.tied import untied_config, untied_heads
-from anybit.version import __version__
 
 # quant_method in config.json, and the name of the module that reads such checkpoints.
 METHODS = (
@@ -345,19 +343,13 @@ def plan_conversion(
         config = untied_config(config)
     linears = [place for place in model_name if is_linear(module_of[place.stored])]
     formats = plan_for(layers | {place.saved: layers.get(place.stored) for place in linears})
-    manifest = {
-        "anybit": __version__,
-        "convert": method,
-        "formats": [list(pair) for pair in formats.items()],
-        "source": fingerprint(source, stored),
-        "shard_bytes": shard_bytes,
-    }
+    settings = {"convert": method, "formats": [*map(list, formats.items())]}
     return Conversion(
         stored=stored,
         config=config,
         formats=formats,
-        shards=into_shards(unit_sizes(stored, unit_of, dropped), shard_bytes),
-        manifest=manifest,
+        shards=into_shards(stored, unit_of, dropped, shard_bytes),
+        manifest=manifest_of(source, stored, shard_bytes, **settings),
         unexpected=unexpected,
         method=method,
         layers=layers,

@@ -22,10 +22,9 @@ from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
     check_paths,
-    fingerprint,
     into_shards,
+    manifest_of,
     rewrite,
-    unit_sizes,
 )
 from anybit.core.format import Format
 from anybit.core.packed import Packed, is_codes
@@ -38,7 +37,6 @@ from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
 from anybit.nn.tied import untied_config
-from anybit.version import __version__
 
 GGUF = "gguf"
 TARGETS = (TOOL, GGUF)
@@ -248,17 +246,11 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         for name, layer in layers.items()
         for key in keys_of(layer.format, layer.shape)
     }
-    manifest = {
-        "anybit": __version__,
-        "export": TOOL,
-        "source": fingerprint(source, stored),
-        "shard_bytes": shard_bytes,
-    }
     return Export(
         stored=stored,
         config=config,
-        shards=into_shards(unit_sizes(stored, owner, dropped), shard_bytes),
-        manifest=manifest,
+        shards=into_shards(stored, owner, dropped, shard_bytes),
+        manifest=manifest_of(source, stored, shard_bytes, export=TOOL),
         layers=layers,
         linears=found.linears,
         dropped=dropped,
