@@ -87,11 +87,11 @@ def test_bits_per_weight_counts_what_is_stored(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_slices_of_a_packed_weight_are_slices_of_the_weight(spec):
     unit = anybit.get_format(spec).tile[0]
-    packed = anybit.quantize_tensor(weight(8 * unit, 512), spec)
+    packed = anybit.quantize_tensor(weight(8 * unit, 1024), spec)
     w = packed.dequantize()
     part = slice(2 * unit, 7 * unit)
     assert torch.equal(packed.rows(part).dequantize(), w[part])
-    assert torch.equal(packed.columns(slice(256, 512)).dequantize(), w[:, 256:])
+    assert torch.equal(packed.columns(slice(512, 1024)).dequantize(), w[:, 512:])
 
 
 def test_a_slice_through_a_group_is_refused():
