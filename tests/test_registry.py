@@ -38,6 +38,13 @@ def codes(directory: Path) -> dict[str, list[int]]:
     }
 
 
+@pytest.fixture
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 22 have 300 thousand tokens, of which these tests take 512."""
+    monkeypatch.setattr("anybit.cli.options.calibration_text", lambda: calibration_text()[:2])
+
+
+@pytest.mark.usefixtures("few_texts")
 def test_methods_choose_other_codes(tmp_path: Path) -> None:
     found = {}
     free, with_text = ("rtn", "clip", "hqq"), ("gptq", "gptq+gradients", "smooth")
@@ -50,7 +57,7 @@ def test_methods_choose_other_codes(tmp_path: Path) -> None:
     run("quantize", PICO, *PART, *TEXT, "-o", tmp_path / "default")
     assert codes(tmp_path / "default") == found["gptq"]
     model = AutoModelForCausalLM.from_pretrained(PICO)
-    texts = [text for _, text in calibration_text()]
+    texts = [text for _, text in calibration_text()[:2]]
     data = anybit.Calibration(texts, 4, 128, tokenizer=AutoTokenizer.from_pretrained(PICO))
     anybit.quantize_(model, {"*": None, LAYERS: "int3"}, GPTQ(data, gradients=True))
     from_memory = {n: layer.packed.codes()[0].tolist() for n, layer in quantized_layers(model)}
@@ -181,6 +188,7 @@ def test_budgets_that_are_none() -> None:
         assert "Invalid value for '--bits'" in result.output
 
 
+@pytest.mark.usefixtures("few_texts")
 def test_plan_and_what_it_is_for(tmp_path: Path) -> None:
     offered = "int4:group=128;int5:group=128"
     table = run(
@@ -199,6 +207,7 @@ def test_plan_and_what_it_is_for(tmp_path: Path) -> None:
     assert schemes == set(offered.split(";"))
 
 
+@pytest.mark.usefixtures("few_texts")
 def test_plan_below_the_smallest_choice() -> None:
     result = CliRunner().invoke(
         app, ["plan", str(PICO), "--bits", "2", *TEXT, "--candidates", "int4"]
