@@ -1,12 +1,24 @@
 """What an engine does before its first request, so that none waits for a compiler or a capture."""
 
+import logging
+from contextlib import suppress
+
 import torch
+from torch import Tensor
 
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Engine, Stats
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
 from anybit.kernels import compilations
+from anybit.kernels.backend import CODES, Activations
+from anybit.kernels.cute import jit
+from anybit.kernels.cute.build import build
+from anybit.kernels.registry import get_backend
+from anybit.nn.multiplier import Multiplier
+
+log = logging.getLogger("anybit.engine")
+WORTH = 3  # kernels for which other processes, which take seconds to start, are worth it
 
 # What samples in other ways, and what no graph takes: a prompt that is read for its own sake.
 REHEARSED = (
@@ -31,6 +43,7 @@ def make_ready(engine: Engine, max_itl: float) -> None:
     if not isinstance(runner, ModelRunner) or runner.graphs is None or not runner.overlaps:
         return
     compilations.watch()
+    compile_products(runner)
     drafter = engine.speculation.drafter if engine.speculation else None
     with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
         seconds = runner.graphs.capture_all()
@@ -48,6 +61,44 @@ def make_ready(engine: Engine, max_itl: float) -> None:
     scheduler.preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
     engine.stats = Stats()
     engine.ready_at = (compilations.count(), runner.graphs.captures)
+
+
+def compile_products(runner: ModelRunner) -> None:
+    """Compile what products of all graphs' sizes launch, side by side instead of one by one."""
+    graphs, words = runner.graphs, runner.model.embed_tokens
+    assert graphs is not None
+    written = graphs.written.sizes
+    every = sorted({*written, *(graphs.prompts.sizes if graphs.prompts else ())})
+    layers = {
+        (layer.scheme, layer.backend, layer.prepared.shape): layer
+        for layer in runner.model.modules()
+        if isinstance(layer, Multiplier)
+    }
+    todo = [  # a head sees the ends of texts alone
+        (layer, size)
+        for layer in layers.values()
+        for size in (every if layer.out_features < len(words) else written)
+    ]
+    for _ in range(2):  # a product may be two launches
+        with jit.collected() as wanted, torch.inference_mode():
+            for layer, size in todo:
+                with suppress(jit.Uncompiled):
+                    x = placeholder(layer, size, words.dtype)
+                    get_backend(layer.backend).linear(x, layer.prepared, None)
+        if len(wanted) < WORTH:
+            return
+        for error in build([*wanted]):
+            log.debug("left to its first use: %s", error)
+
+
+def placeholder(layer: Multiplier, tokens: int, dtype: torch.dtype) -> Tensor | Activations:
+    """Tokens (M, K) of zeros, as a layer multiplies them."""
+    x = torch.zeros(tokens, layer.in_features, dtype=dtype, device=layer.device)
+    if layer.activation is None:
+        return x
+    scale = torch.zeros(tokens, device=layer.device)
+    sums = scale.int() if layer.activation == "int8" else scale.new_empty(0, dtype=torch.int32)
+    return Activations(x.to(CODES[layer.activation]), scale, sums, dtype)
 
 
 def after_ready(engine: Engine) -> tuple[int, int]:

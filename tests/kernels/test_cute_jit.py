@@ -3,6 +3,7 @@
 import ast
 import json
 import multiprocessing
+import os
 import shutil
 import struct
 import sys
@@ -220,6 +221,63 @@ def test_processes_compile_a_kernel_once(tmp_path: Path) -> None:
     header, _, rest = files[0].read_bytes().partition(b"\n")
     assert json.loads(header) == {"entry": "slow", "shared": 1024, "threads": 32, "registers": 0}
     assert rest == empty_cubin()
+
+
+@dataclass(frozen=True)
+class Broken(Slow):
+    """One that the compiler does not take."""
+
+    name = "broken"
+
+    def generate(self) -> Compiled:
+        print("what a compiler prints")
+        raise ValueError("no such instruction")
+
+
+@dataclass(frozen=True)
+class Deadly(Slow):
+    """One that ends the compiler's process."""
+
+    name = "deadly"
+
+    def generate(self) -> Compiled:
+        os._exit(3)
+
+
+def test_many_kernels_are_compiled_side_by_side(tmp_path: Path) -> None:
+    logs = [str(tmp_path / f"log{i}") for i in range(5)]
+    kernels = [*map(Slow, logs), Broken(logs[0]), Slow(logs[0])]
+    done: list[str] = []
+    errors = build.build(kernels, tmp_path, 2, lambda count, name: done.append(name))
+    assert errors == [f"{kernels[5]}: no such instruction"]
+    assert [Path(log).read_text() for log in logs] == ["compiled\n"] * 5
+    assert sorted(done) == sorted(p.name for p in (tmp_path / "cute").iterdir())
+    assert build.build(kernels[:5], tmp_path) == []
+    assert [Path(log).read_text() for log in logs] == ["compiled\n"] * 5
+
+
+def test_a_compiler_that_dies_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    kernel = Deadly(str(tmp_path / "log"))
+    errors = build.build([kernel, Slow(str(tmp_path / "log"))], tmp_path, 1)
+    assert (tmp_path / "log").read_text() == "compiled\n"
+    assert errors == [f"{kernel}: the process that compiles it has ended: Ran out of input"]
+
+
+def test_kernels_may_be_noted_instead_of_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In one thread, and until they are there."""
+    monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
+    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
+    first, second = Slow(str(tmp_path / "1")), Slow(str(tmp_path / "2"))
+    with jit.collected() as wanted, ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            with pytest.raises(jit.Uncompiled):
+                jit.built(first)
+        assert other.submit(jit.built, second).result().exists()
+        jit.built(second)
+    assert list(wanted) == [first]
+    assert jit.built(first).exists()
 
 
 def test_a_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

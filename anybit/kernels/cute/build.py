@@ -1,12 +1,22 @@
-"""Compile many kernels ahead of time, in parallel and without a GPU; see `jit.py`."""
+"""Compile many kernels ahead of time, in parallel and without a GPU; see `jit.py`.
+
+The DSL compiles one kernel at a time in a process. Processes are started by this module's name, so
+that a script that loads a model need not guard itself against being imported again.
+"""
 
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeAlias
 
 from anybit.kernels.cute.jit import KernelSpec, compile_kernel, kernel_file
+
+Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
 def build(
@@ -27,15 +37,66 @@ def build(
         The errors, one line for each kernel that failed.
     """
     missing = [k for k in dict.fromkeys(kernels) if not kernel_file(k, folder).exists()]
-    errors: list[str] = []
+    count = min(len(missing), jobs or os.cpu_count() or 1)
     if not missing:
-        return errors
-    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(compile_kernel, kernel, folder) for kernel in missing]
-        for kernel, future in zip(missing, futures, strict=True):
+        return []
+    idle: SimpleQueue[Process] = SimpleQueue()
+    started: list[Process] = []
+
+    def compiled(kernel: KernelSpec) -> str:
+        process = idle.get()
+        try:
+            pickle.dump((kernel, folder), process.stdin)  # type: ignore[arg-type]
+            process.stdin.flush()  # type: ignore[union-attr]
+            answer: str = pickle.load(process.stdout)  # type: ignore[arg-type]
+        except (OSError, EOFError, pickle.PickleError, AttributeError) as error:
+            answer = f"the process that compiles it has ended: {error}"
+            started.append(process := worker())
+        idle.put(process)
+        if not answer:
+            step(1, kernel_file(kernel, folder).name)
+        return answer
+
+    try:
+        for _ in range(count):
+            started.append(worker())
+            idle.put(started[-1])
+        with ThreadPoolExecutor(count) as pool:
+            answers = list(pool.map(compiled, missing))
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    return [f"{k}: {error}" for k, error in zip(missing, answers, strict=True) if error]
+
+
+def worker() -> Process:
+    """A process that runs `serve`."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+
+
+def serve() -> None:
+    """Compile kernels as they come, and answer with an error or nothing."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    while True:
+        try:
+            kernel, folder = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        except Exception as error:  # a format of the caller's own script, say
+            answer = f"{type(error).__name__}: {error}"
+        else:
+            answer = ""
             try:
-                path = future.result()
-                step(1, path.name)
+                compile_kernel(kernel, folder)
             except Exception as error:
-                errors.append(f"{kernel}: {error}")
-    return errors
+                answer = str(error) or type(error).__name__
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

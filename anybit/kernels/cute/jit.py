@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +32,7 @@ from anybit.kernels.cute.driver import sizes
 SOURCES = Path(__file__).parent
 STACK = 64  # bytes that a thread may spill: a few registers cost nothing that can be measured
 _carried: dict[Path, Path] = {}  # kernels of any version, where there is no DSL, by their names
+_wanted: ContextVar[dict["KernelSpec", None] | None] = ContextVar("wanted", default=None)
 _compiler = threading.Lock()  # two threads in the DSL at once fail, or crash the process
 
 
@@ -150,7 +152,28 @@ def built(kernel: KernelSpec) -> Path:
     if reason := missing_kernels([kernel]):
         raise Unsupported(reason)
     path = kernel_file(kernel)
-    return path if path.exists() else compile_kernel(kernel)
+    if path.exists():
+        return path
+    wanted = _wanted.get()
+    if wanted is None:
+        return compile_kernel(kernel)
+    wanted[kernel] = None
+    raise Uncompiled(f"{kernel} is compiled later")
+
+
+class Uncompiled(RuntimeError):
+    """A kernel that is noted by `collected`."""
+
+
+@contextmanager
+def collected() -> Iterator[dict[KernelSpec, None]]:
+    """Note kernels that are to be compiled instead of that: in this thread, `built` raises."""
+    wanted: dict[KernelSpec, None] = {}
+    token = _wanted.set(wanted)
+    try:
+        yield wanted
+    finally:
+        _wanted.reset(token)
 
 
 def compile_kernel(kernel: KernelSpec, folder: str | Path | None = None) -> Path:
