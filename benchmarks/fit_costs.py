@@ -53,7 +53,6 @@ FIRST: dict[str, dict[str, float]] = {
     "decode": {"decode": 1.0, "step": 50, "start": 3000, "read": 1.1, "body": 3},
     "library": {"multiply": 1.3, "start": 5000, "read": 1.2, "body": 3},
 }  # fmt: skip
-EXPONENTS = {"parts", "body", "copying", "uneven"}
 Cell = tuple[str, int, int, int, int]  # scheme, tokens, N, K, experts
 
 
