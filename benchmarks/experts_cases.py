@@ -139,11 +139,7 @@ def anybit(w: Tensor, experts: int, schemes: list[str]) -> Iterator[Experts]:
         )
         decoded = torch.stack([p.dequantize() for p in made])
 
-        def launch(
-            x: Tensor,
-            routing: Routing,
-            activation: str | None = activation,
-        ) -> Run:
+        def launch(x: Tensor, routing: Routing, activation: str | None = activation) -> Run:
             rows, starts, scale, sums = routing.sort(x), routing.starts, None, None
             if activation is not None:
                 rows, scale = quantize_tokens(rows, activation)

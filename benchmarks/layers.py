@@ -35,10 +35,6 @@ def llama(hidden: int, inner: int, kv: int) -> tuple[tuple[int, int], ...]:
     return (hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)
 
 
-def square(size: int) -> tuple[tuple[int, int], ...]:
-    return ((size, size),)
-
-
 # name: GEMMs, formats, numbers of tokens
 MODELS = {
     "llama-2-7b": (llama(4096, 11008, 4096), LIQUID, MANY),
@@ -46,11 +42,9 @@ MODELS = {
     "llama-2-70b": (llama(8192, 28672, 1024), LIQUID, MANY),
     "llama-3-8b": (llama(4096, 14336, 1024), LIQUID, MANY),
     "llama-65b": (llama(8192, 22016, 8192), FP6, FEW),
-    "opt-30b": (
-        ((21504, 7168), (7168, 7168), (28672, 7168), (7168, 28672)), FP6, FEW
-    ),
+    "opt-30b": (((21504, 7168), (7168, 7168), (28672, 7168), (7168, 28672)), FP6, FEW),
     "llama-2-70b-fp6": (llama(8192, 28672, 1024), FP6, FEW),
-    **{f"square-{size}": (square(size), BITS, (1,)) for size in (4096, 8192, 16384, 24576)},
+    **{f"square-{size}": (((size, size),), BITS, (1,)) for size in (4096, 8192, 16384, 24576)},
 }  # fmt: skip
 
 
@@ -63,10 +57,8 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, default=Path("h200_layers.csv"))
     args = parser.parse_args()
-    facts = {
-        "gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": args.commit,
-    }  # fmt: skip
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    facts = {"gpu": torch.cuda.get_device_name(), "date": date, "commit": args.commit}
     end = time.monotonic() + args.seconds
     floor = ReadFloor.measure(DEVICE)
     rows: list[dict[str, Any]] = []
@@ -78,7 +70,7 @@ def main() -> None:
         for n, k in shapes:
             for row in product((n, k), formats, counts, floor):
                 rows.append({"model": model, **row, "us": round(row["us"], 2), **facts})
-        print(model, *summary(rows, model), sep="\n", flush=True)
+        print(f"{model}: {len(rows)} rows so far", flush=True)
         write_rows(args.out, rows)
 
 
@@ -107,17 +99,6 @@ def product(
         if row.us is None:
             raise SystemExit(f"{key[1]} {row.N}x{row.K}, {row.M} tokens: {row.note}")
         yield {"format": found[key][0], "N": row.N, "K": row.K, "M": row.M, "us": row.us}
-
-
-def summary(rows: list[dict[str, Any]], model: str) -> Iterator[str]:
-    """Microseconds of all products of a layer, by format, one for each number of tokens."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row["model"] == model:
-            times = found.setdefault(row["format"], {})
-            times[row["M"]] = times.get(row["M"], 0.0) + row["us"]
-    for name, times in found.items():
-        yield f"  {name}: " + ", ".join(f"{m}: {us:.1f}" for m, us in times.items())
 
 
 if __name__ == "__main__":

@@ -83,12 +83,7 @@ def cublas() -> list[Case]:
 
         def run(weight: tuple[Tensor, Tensor], q: Tensor, s: Tensor) -> Tensor:
             return torch._scaled_mm(
-                q,
-                weight[0].T,
-                scale_a=s,
-                scale_b=weight[1],
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,
+                q, weight[0].T, scale_a=s, scale_b=weight[1], out_dtype=BRAIN, use_fast_accum=True
             )
 
         weight = (codes, scale.T.contiguous())
@@ -105,12 +100,7 @@ def cublas() -> list[Case]:
 
         def run(weight: Tensor, q: Tensor, s: Tensor) -> Tensor:
             return torch._scaled_mm(
-                q,
-                weight.T,
-                scale_a=s,
-                scale_b=scale,
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,
+                q, weight.T, scale_a=s, scale_b=scale, out_dtype=BRAIN, use_fast_accum=True
             )
 
         return Layer(
@@ -122,12 +112,11 @@ def cublas() -> list[Case]:
             lambda x: quantize(x)[0].float() * quantize(x)[1],
         )
 
-    bf16 = torch.bfloat16
     return [
-        Case("cublas", "bf16", "bf16", bf16, dense),
-        Case("cublas", "int8", "int8-given", bf16, int8, "int32 sums, no scales; M padded to 32"),
-        Case("cublas", "fp8 rowwise", "fp8-given", bf16, rowwise),
-        Case("cublas", "fp8 tensorwise", "fp8-given", bf16, tensorwise),
+        Case("cublas", "bf16", "bf16", BRAIN, dense),
+        Case("cublas", "int8", "int8-given", BRAIN, int8, "int32 sums, no scales; M padded to 32"),
+        Case("cublas", "fp8 rowwise", "fp8-given", BRAIN, rowwise),
+        Case("cublas", "fp8 tensorwise", "fp8-given", BRAIN, tensorwise),
     ]
 
 

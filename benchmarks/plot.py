@@ -79,10 +79,7 @@ def gemm() -> Lines:
 
 def models() -> Lines:
     """Integers and floats, one scale a row, rounded: a published model and one of this project."""
-    sources = {
-        "SmolLM2": list(read("h200_published")),
-        "105M": list(read("h200_trellis")),
-    }
+    sources = {"SmolLM2": list(read("h200_published")), "105M": list(read("h200_trellis"))}
     kinds = {"int": ("int4", "int6", "int8"), "fp": ("fp4", "fp5", "fp6")}
     return {
         f"{model}, {kind}": points(r for r in rows if r["spec"] in specs and r["method"] == "rtn")
