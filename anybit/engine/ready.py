@@ -43,9 +43,9 @@ def make_ready(engine: Engine, max_itl: float) -> None:
     if not isinstance(runner, ModelRunner) or runner.graphs is None or not runner.overlaps:
         return
     compilations.watch()
-    compile_products(runner)
     drafter = engine.speculation.drafter if engine.speculation else None
     with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
+        compile_products(runner)
         seconds = runner.graphs.capture_all()
         if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
             drafter.runner.graphs.capture_all()
@@ -80,7 +80,7 @@ def compile_products(runner: ModelRunner) -> None:
         for size in (every if layer.out_features < len(words) else written)
     ]
     for _ in range(2):  # a product may be two launches
-        with jit.collected() as wanted, torch.inference_mode():
+        with jit.collected() as wanted:
             for layer, size in todo:
                 with suppress(jit.Uncompiled):
                     x = placeholder(layer, size, words.dtype)
