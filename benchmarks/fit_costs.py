@@ -110,7 +110,7 @@ def work_of(
 
 def same(tile: Tile | mma.Tile, told: dict[str, str]) -> bool:
     """Whether a row is of this tile. What it does not tell is as in most, or follows."""
-    usual = {"rows": 128, "split": 1, "shared": 0} if isinstance(tile, Tile) else {}
+    usual = {"rows": 128, "split": 1, "stream_k": 0} if isinstance(tile, Tile) else {}
     fields = usual | {name: int(value) for name, value in told.items()}
     return all(getattr(tile, name) == value for name, value in fields.items())
 

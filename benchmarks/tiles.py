@@ -59,12 +59,12 @@ Timed = tuple[str, str, Callable[[Any], Tensor]]  # a kernel, its tile, and a ca
 
 def told(**fields: int) -> str:
     """A tile as a row has it: what is not as in most."""
-    usual = {"rows": 128, "split": 1, "shared": 0}
+    usual = {"rows": 128, "split": 1, "stream_k": 0}
     return " ".join(f"{k}={int(v)}" for k, v in fields.items() if usual.get(k) != v)
 
 
 def told_tile(t: Tile) -> str:
-    return told(tokens=t.tokens, rows=t.rows, ctas=t.ctas, split=t.split, shared=t.shared)
+    return told(tokens=t.tokens, rows=t.rows, ctas=t.ctas, split=t.split, stream_k=t.stream_k)
 
 
 def told_few(t: mma.Tile) -> str:

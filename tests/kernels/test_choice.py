@@ -33,9 +33,9 @@ def decoder_named(scheme: str) -> Decoder:
 def told(tile: Tile | mma.Tile) -> str:
     """A tile as `benchmarks/tiles.py` writes it: without what is as in most."""
     few = isinstance(tile, mma.Tile)
-    names = "tokens slices warps ctas" if few else "tokens rows ctas split shared"
+    names = "tokens slices warps ctas" if few else "tokens rows ctas split stream_k"
     fields = {name: int(getattr(tile, name)) for name in names.split()}
-    usual = {"rows": 128, "split": 1, "shared": 0}
+    usual = {"rows": 128, "split": 1, "stream_k": 0}
     return " ".join(f"{k}={v}" for k, v in fields.items() if usual.get(k) != v)
 
 
@@ -113,7 +113,7 @@ def test_every_product_has_a_choice_that_fits(scheme: str, chip: Chip) -> None:
 
 def test_costs_rise_with_work() -> None:
     d = decoder_named("int4:group=128")
-    tile = next(t for t in tiles.family(d) if (t.tokens, t.split, t.shared) == (128, 1, False))
+    tile = next(t for t in tiles.family(d) if (t.tokens, t.split, t.stream_k) == (128, 1, False))
     usual = tiles.work(tile, d, 512, 4096, 4096)
     for more in (
         tiles.work(tile, d, 512, 28672, 4096),

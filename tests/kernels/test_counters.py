@@ -206,7 +206,7 @@ def sharing() -> tuple[QuantLinear, int]:
     layer = QuantLinear(anybit.quantize_tensor(torch.randn(shape, device=DEVICE), fmt))
     for m in range(33, 513):
         way = scalar_linear.chosen(fmt, None, half, m, *shape, half, CUDA, None, 0)
-        if any(own.shared for own in way.own):
+        if any(launch.work for launch in way.launches):
             return layer, m
     raise AssertionError(f"CTAs share no tiles of {shape}: this shows nothing")
 

@@ -23,10 +23,10 @@ from anybit.kernels.cute.cells import Cells
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.driver import sizes
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.launch import CodebookLauncher
 from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import kernels_of
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel
-from anybit.kernels.hopper.launch import CodebookArguments
 from anybit.kernels.hopper.tile import Kernel, Tile
 
 needs_dsl = pytest.mark.skipif(
@@ -197,7 +197,7 @@ class Slow:
 
     name = "slow"
     architecture = "sm_90a"
-    arguments = CodebookArguments
+    launcher = CodebookLauncher
     batch = 0
     classes = ()
     header = {"threads": 32}
@@ -206,7 +206,9 @@ class Slow:
         with open(self.log, "a") as log:
             log.write("compiled\n")
         time.sleep(0.5)
-        params = [f".param .u{8 * size} p{i}" for i, size in enumerate(sizes(CodebookArguments))]
+        params = [
+            f".param .u{8 * size} p{i}" for i, size in enumerate(sizes(CodebookLauncher.arguments))
+        ]
         return Compiled(".entry slow(\n" + ",\n".join(params) + "\n)", empty_cubin(), 1024)
 
 

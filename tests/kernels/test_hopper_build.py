@@ -13,7 +13,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import Unsupported
 from anybit.formats.presets import HOPPER
 from anybit.kernels.backend import Activations, LayerSpec
-from anybit.kernels.cute import jit
+from anybit.kernels.cute import jit, products
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, chip, choices, scalar_linear, tiles
@@ -129,7 +129,7 @@ def test_any_chip_has_the_same_kernels_and_all_of_its_multiprocessors(
                 assert tile in tiles.family(d)
                 grid = tiles.grid(tile, m, rows, chip=found)
                 room = found.multiprocessors * tile.ctas
-                assert grid == room if tile.shared else tile.split > 1 or grid <= room
+                assert grid == room if tile.stream_k else tile.split > 1 or grid <= room
             if m <= 16:
                 assert kernel_for(d, gpu, m, n, output) in narrow
             for experts in (8, 128):
@@ -146,21 +146,23 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(scalar_linear, "chip_of", chip_of)
     loaded: list[int] = []
-    monkeypatch.setattr(scalar_linear, "loaded", lambda kernel, device: loaded.append(device))
+    for module in (scalar_linear, scalar_linear.mma):
+        monkeypatch.setattr(module, "loaded", lambda kernel, device: loaded.append(device))
     device = torch.device("cuda", 1)
     problem = HALF, 4096, 28672, 4096, HALF, device, None
     chosen = scalar_linear.chosen.__wrapped__
     for experts in (0, 8):
-        assert chosen(get_format("fp6"), None, *problem, experts).own[0].grid == 78
+        assert chosen(get_format("fp6"), None, *problem, experts).launches[0].grid == 78
     assert loaded == [1, 1]
     d, tile = decoder_of("trellis", "int8"), choices.copied_tiles()[0]
     for copy in (False, True):  # where the kernel before writes the copy
         choice = Choice(copy=copy, parts=(Part(tile, 0, 6144),))
-        own = scalar_linear.own_launches(d, choice, 1000, 4096, "float16", device, 0)
-        assert own[0].overlap != copy
-    few = chosen(get_format("fp6"), None, HALF, 1, 4096, 4096, HALF, device, None, 0)
-    assert few.mma
-    assert few.mma[1] == tiles_of(few.mma[0].tile, 1, 4096)
+        found = scalar_linear.launches_of(d, choice, 1000, 4096, "float16", device)
+        assert found[0].overlap != copy
+    few = choices.choose(decoder_of("fp6", "float16"), 1, 4096, 4096, chip_of(device)).few
+    way = chosen(get_format("fp6"), None, HALF, 1, 4096, 4096, HALF, device, None, 0)
+    assert few
+    assert way.launches[0].grid == tiles_of(few, 1, 4096)
     assert set(asked) == {device}
 
 
@@ -224,7 +226,7 @@ def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.Monk
     packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
     prepared = backend.prepare(packed, "int8", HALF)
     copy, seen = torch.zeros(2, 1, 128 * 128, dtype=torch.uint8), []
-    launcher = SimpleNamespace(launch=lambda x, pointers, *rest: seen.append(pointers[:3]))
+    launcher = SimpleNamespace(launch=lambda values, *rest: seen.append(dict(values)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear.mma, "decoded", lambda *args: copy)
     own = Choice(copy=True, parts=(Part(choices.copied_tiles()[0], 0, 16),))
@@ -234,7 +236,9 @@ def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.Monk
     scalar_linear.multiply(
         codes, torch.ones(100), codes.sum(1).int(), prepared, None, torch.float16
     )
-    assert seen == [tuple(t.data_ptr() for t in (copy, *prepared.layout[1:]))]
+    names = "w", "row_scale", "row_zero"
+    layout = copy, *prepared.layout[1:]
+    assert [seen[0][name] for name in names] == [tensor.data_ptr() for tensor in layout]
 
 
 def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:
@@ -246,15 +250,17 @@ def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:
         Kernel(liquid, half, "float16")
     few = replace(half, rows=128)
     assert Kernel(fp6, few, "float16").tile.slots == 2
+    with pytest.raises(Unsupported, match="clusters split no tiles of experts"):
+        Kernel(fp6, Tile(8, split=2), "float16", grouped=True)
     with pytest.raises(Unsupported, match="with 3 of them the loop would hang"):
         Kernel(fp6, replace(few, stages=3), "float16")
 
 
 def test_grid_covers_every_tile() -> None:
-    split = Tile(8, ctas=2, split=2)
-    assert tiles.grid(split, 8, 1536, experts=128) == 12 * 8 * 2  # each row an expert of its own
-    assert tiles.grid(split, 20, 256, experts=4) == 2 * (4 + 2) * 2  # of 9, 9, 1 and 1 rows
-    assert tiles.grid(Tile(8, ctas=2), 8192, 1536, experts=128) == 264
+    few = Tile(8, ctas=2)
+    assert tiles.grid(few, 8, 1536, experts=128) == 12 * 8  # each row an expert of its own
+    assert tiles.grid(few, 20, 256, experts=4) == 2 * (4 + 2)  # of 9, 9, 1 and 1 rows
+    assert tiles.grid(few, 8192, 1536, experts=128) == 264
     tile = Tile(64, ctas=2, split=4)
     assert tiles.grid(tile, 64, 6144) == 48 * 4
     assert tiles.grid(Tile(256), 1024, 28672) == 128  # 896 tiles: seven full waves
@@ -270,13 +276,6 @@ def test_launches_overlap_where_that_was_faster() -> None:
     assert all(overlaps(d, 1, 28672) and overlaps(d, 256, 28672) for d in (liquid, int8, sparse))
     assert overlaps(liquid, 1024, 4096)  # 128 tiles: all at once
     assert not overlaps(liquid, 1024, 28672)
-    # Experts: where each CTA has one tile.
-    many = choose_experts(liquid, 512, 14336, 4096, 8)
-    assert isinstance(many, Tile)
-    assert not tiles.overlaps(many, liquid, 512, 14336, experts=8)
-    few = tiles.fitted(Tile(8, ctas=2), liquid, grouped=True)
-    assert not tiles.overlaps(few, liquid, 8, 1536, experts=128)
-    assert tiles.overlaps(Tile(8, ctas=2, split=2), liquid, 2, 4096, experts=8)
     # 96 CTAs of 64 tokens, where two share a multiprocessor.
     pair = tiles.fitted(Tile(64, ctas=2, split=3), sparse)
     assert not tiles.overlaps(pair, sparse, 64, 4096)
@@ -294,12 +293,16 @@ def test_few_tokens_may_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert [bool(choices.choose(half, 1, n, 4096).few) for n in (6144, 28672)] == [True, True]
     for spec, operand in (("fp6", torch.float8_e4m3fn), ("int4:group=128", torch.int8)):
         assert not choices.choose(decoder_for(get_format(spec), operand), 1, 4096, 4096).few
-    device, seen = torch.device("cuda", 0), []
-    monkeypatch.setattr(scalar_linear.mma_tiles, "gpu_of", seen.append)
-    monkeypatch.setattr(scalar_linear.mma_tiles, "kernel_for", lambda *args: None)
+    device, seen = torch.device("cuda", 0), list[torch.device]()
+
+    def chip_of(device: torch.device) -> Chip:
+        seen.append(device)
+        return H200
+
+    monkeypatch.setattr(scalar_linear, "chip_of", chip_of)
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     layer = LayerSpec(get_format("fp6"), None, (4096, 4096), device)
-    assert list(scalar_linear.kernels_of(layer))
+    assert set(scalar_linear.kernels_of(layer)) < built("fp6")
     assert seen == [device, device]  # fp16 and bf16
     assert scalar_linear.refuse_kernels(layer) is None
     assert seen == [device, device]  # nobody names kernels where they can be compiled
@@ -420,8 +423,10 @@ def test_17_to_64_tokens_may_have_kernels_of_their_own(
     assert kernel in built(scheme)  # compiled beforehand
     seen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(scalar_linear.mma, "multiply", lambda *args: seen.append(args[6:8]))
+    monkeypatch.setattr(scalar_linear.mma, "loaded", lambda kernel, device: kernel)
+    monkeypatch.setattr(products, "multiply", lambda *args: seen.append(args[7]))
     packed = anybit.quantize_tensor(torch.randn(256, 256), fmt)
     prepared = backend.prepare(packed, activation, HALF)._replace(shape=shape)
     scalar_linear.multiply(torch.zeros(m, 256).to(dtype), None, None, prepared, None, HALF)
-    assert seen == [(kernel, tiles_of(tile, m, shape[0]))]
+    [(launch,)] = seen
+    assert (launch.kernel, launch.grid) == (kernel, tiles_of(tile, m, shape[0]))

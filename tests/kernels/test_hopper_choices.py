@@ -28,7 +28,7 @@ LAST = [
     ("fp6", BRAIN, Tile(16, rows=256, stages=5, columns=64, late=True)),
     ("int8@int8", HALF, Tile(16, split=3)),
     *[("int4:group=128", HALF, Tile(16, ctas=2, split=2, stages=2))] * EVERY_KERNEL,
-    *[("fp6", BRAIN, Tile(16, ctas=2, stages=3, shared=True))] * EVERY_KERNEL,
+    *[("fp6", BRAIN, Tile(16, ctas=2, stages=3, stream_k=True))] * EVERY_KERNEL,
 ]
 
 
@@ -45,7 +45,7 @@ def test_launches_write_some_rows(scheme: str, dtype: torch.dtype, last: Tile) -
     for (begin, end), one in reversed([*zip(some, emulated, strict=True)]):
         prepared = [blobs[begin // 128 :], *(rows[begin:] for rows in of_rows)]
         rows = end - begin
-        grid = 3 if one.tile.shared else tiles.grid(one.tile, m, rows)
+        grid = 3 if one.tile.stream_k else tiles.grid(one.tile, m, rows)
         one.run(x, prepared, rows, grid, bias[begin:], into=(y, begin))
         assert y[:, :begin].isnan().all()
     assert_close(y, product(operand_weight(packed, dtype), x) + bias.double(), dtype)
@@ -61,7 +61,10 @@ def test_a_product_of_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def loaded(kernel: Kernel, device: int) -> Any:
-        return SimpleNamespace(launch=lambda x, *args: seen.append((kernel.tile, *args)))
+        def launch(values: dict[str, Any], *rest: Any) -> None:
+            seen.append((kernel.tile, dict(values), *rest))
+
+        return SimpleNamespace(launch=launch)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(scalar_linear, "loaded", loaded)
@@ -72,22 +75,20 @@ def test_a_product_of_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     y = scalar_linear.multiply(x, None, None, prepared, bias, HALF)
     assert y.shape == (100, 391)
     outputs = []
-    for part, (tile, pointers, rows, grid, overlap, experts, _, stride) in zip(
-        some, seen, strict=True
-    ):
+    for part, (tile, given, grid, overlap) in zip(some, seen, strict=True):
         first = part.first
-        at = blobs[first // 128 :], scale[first:], zero[first:]
-        assert pointers[:3] == tuple(t.data_ptr() for t in at)
-        assert pointers[3:5] == (0, 0)
-        assert pointers[7] == experts == 0
-        outputs.append((pointers[5], pointers[6]))
+        at = {"w": blobs[first // 128 :], "row_scale": scale[first:], "row_zero": zero[first:]}
+        assert all(given[name] == tensor.data_ptr() for name, tensor in at.items())
+        assert (given["token_scale"], given["token_sum"], given["starts"]) == (None, None, None)
+        assert given["experts"] == 0
+        outputs.append((given["bias"], given["y"]))
         fitted = tiles.fitted(part.tile, decoder_for(prepared.format, HALF))
-        assert (tile, rows, stride) == (fitted, -(-part.rows // 8) * 8, 392)
+        assert (tile, given["n"], given["stride"]) == (fitted, -(-part.rows // 8) * 8, 392)
         assert (grid, overlap) == (tiles.grid(part.tile, 100, part.rows), True)
     assert {b - a for a, b in zip(*outputs, strict=True)} == {2 * 256}
     seen.clear()
     scalar_linear.multiply(x, None, None, prepared, bias, HALF, some[1].tile)
-    assert [(rows, stride) for _, _, rows, *_, stride in seen] == [(392, 392)]
+    assert [(given["n"], given["stride"]) for _, given, *_ in seen] == [(392, 392)]
 
 
 @pytest.mark.parametrize("scheme", ["int4:group=128", "fp6", "int8"])

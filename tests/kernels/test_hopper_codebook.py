@@ -389,13 +389,16 @@ def test_every_number_of_clusters_is_launched(
     codebook_linear.launch_of.cache_clear()
     fmt, device = codebook(8, 2), torch.device("cuda", 0)
     for m in (1, 2, 16):
-        plan, shared = codebook_linear.launch_of(fmt, m, n, k, HALF, device, None)
-        tiles_of = -(-n // ROWS)
-        assert 1 <= plan.teams <= tiles_of
-        assert shared == plan.kernel.shared(plan.cluster, -(-tiles_of // plan.teams))
-        assert shared <= MAX_SHARED
+        found = codebook_linear.launch_of(fmt, m, n, k, HALF, device, None)
+        plan = choose(cut(fmt), m, n, k, "float16")
+        assert plan is not None
+        assert (found.cluster, found.splits) == (plan.cluster, plan.splits)
+        tiles_of, teams = -(-n // ROWS), found.grid // (plan.cluster * plan.splits)
+        assert 1 <= teams <= tiles_of
+        assert found.shared == plan.kernel.shared(plan.cluster, -(-tiles_of // teams))
+        assert found.shared <= MAX_SHARED
         if told != 1000 and plan.cluster > 1 and plan.kernel.tokens > 2:
-            assert plan.teams * plan.splits * plan.cluster <= 132
+            assert found.grid <= 132
     codebook_linear.launch_of.cache_clear()
 
 

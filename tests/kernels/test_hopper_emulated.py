@@ -139,7 +139,7 @@ class Emulated:
         codes, scale, sums = x
         m, k = codes.shape
         y, first = into or (torch.full((m, n), torch.nan, dtype=self.dtype), 0)
-        size, places = codes.element_size(), grid if self.tile.shared else 0
+        size, places = codes.element_size(), grid if self.tile.stream_k else 0
         work = torch.full((2 * places * self.tile.rows * self.tile.tokens,), torch.nan)
         counters = torch.zeros(8 * places, dtype=torch.int32)
         rows = codes.view(torch.uint8).numpy().reshape(m, k * size)
@@ -202,9 +202,9 @@ def test_products(scheme: str, dtype: torch.dtype, tile: Tile, shape: tuple[int,
 
 def test_token_tiles_come_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five tiles of tokens in groups of two, three of rows, over four CTAs."""
-    from anybit.kernels.hopper import order
+    from anybit.kernels.hopper import tile_order
 
-    monkeypatch.setattr(order, "NEAR", 256)
+    monkeypatch.setattr(tile_order, "NEAR", 256)
     emulated = Emulated("int8@int8", BRAIN, Tile(128, stages=2))
     packed, x = packed_weight("int8@int8", 264, 128), emulated.tokens(520, 128)
     y = emulated.run(x, operands.layout(packed, "int8"), 264, 4)
@@ -268,25 +268,3 @@ def test_more_experts_than_a_table_has_spans() -> None:
     for grid in (1, 5):
         y = emulated.run(x, layout, n, grid, starts=many_experts.STARTS)
         assert_close(y, want, BRAIN)
-
-
-def test_experts_split_along_k() -> None:
-    """Clusters, of which the last ones find no tile; and where no expert has a token."""
-    n, k, starts = 24, 320, torch.tensor([0, 2, 2, 5, 5, 6], dtype=torch.int32)
-    emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2, split=2, stages=2), grouped=True)
-    experts = [packed_weight("liquid@int8", n, k) for _ in range(5)]
-    prepared = list(scalar_linear.prepare_experts(experts, "int8").layout)
-    x = emulated.tokens(6, k)
-    codes, scale, _ = x
-    assert scale is not None
-    want = torch.cat([
-        product(operand_weight(e, BRAIN), (codes[a:b], scale[a:b], None))
-        for e, a, b in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-    ])  # fmt: skip
-    grid = tiles.grid(emulated.tile, 6, n, experts=5)
-    assert grid == 2 * 5  # three have tokens
-    y = emulated.run(x, prepared, n, grid, starts=starts)
-    assert_close(y, want, BRAIN)
-    assert torch.equal(emulated.run(x, prepared, n, grid, starts=starts, seed=1), y)
-    none = emulated.run(x, prepared, n, 2, starts=torch.zeros(6, dtype=torch.int32))
-    assert none.isnan().all()  # nothing is written

@@ -8,6 +8,7 @@ import torch
 from anybit.core.format import get_format
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.choice import cycles
+from anybit.kernels.cute import products
 from anybit.kernels.cute.operands import decoder_for, operand_of
 from anybit.kernels.hopper import backend, expert_tiles, scalar_linear
 from anybit.kernels.hopper.chip import H200
@@ -70,9 +71,8 @@ def test_few_tokens_of_experts_have_kernels_of_their_own(
     d = decoder_for(fmt, operand_of(activation, torch.bfloat16))
     tile = choose_experts(d, rows, *shape, experts)
     assert isinstance(tile, mma.Tile) == few
-    made = scalar_linear.small_kernels(d, ["bfloat16"])
-    assert not few or tile in [kernel.tile for kernel in made]  # compiled beforehand
-    assert set(made) <= built(scheme)
+    made = {kernel.tile for kernel in built(scheme) if isinstance(kernel, mma.Kernel)}
+    assert not few or tile in made  # compiled beforehand
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -82,13 +82,14 @@ def test_experts_with_few_tokens_are_launched_so(monkeypatch: pytest.MonkeyPatch
     seen: list[Any] = []
 
     def multiply(x: torch.Tensor, *args: Any) -> torch.Tensor:
-        kernel, grid, starts = args[5:]
-        seen.append((kernel.tile.kind, grid * kernel.tile.rows, starts))
+        [launch], starts = args[6:]
+        seen.append((launch.kernel.tile.kind, launch.grid * launch.kernel.tile.rows, starts))
         return x.new_zeros(len(x), 256)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(scalar_linear.mma, "multiply", multiply)
-    monkeypatch.setattr(scalar_linear, "own_launches", lambda *args: pytest.fail("another kernel"))
+    monkeypatch.setattr(scalar_linear.mma, "loaded", lambda kernel, device: kernel)
+    monkeypatch.setattr(products, "multiply", multiply)
+    monkeypatch.setattr(scalar_linear, "launches_of", lambda *args: pytest.fail("another kernel"))
     packed = [anybit.quantize_tensor(torch.randn(256, 256), "fp6") for _ in range(4)]
     prepared, starts = backend.prepare_experts(packed, None, HALF), torch.tensor([0, 1, 1, 2, 2])
     assert backend.linear_experts(torch.randn(2, 256).half(), starts, prepared).shape == (2, 256)

@@ -16,13 +16,9 @@ import torch
 from anybit.kernels.cute import driver
 from anybit.kernels.cute.driver import Attribute, Config, sizes
 from anybit.kernels.hopper import launch
-from anybit.kernels.hopper.launch import (
-    CodebookArguments,
-    CodebookLauncher,
-    GemmArguments,
-    GemmLauncher,
-)
+from anybit.kernels.hopper.launch import ClusterLauncher, GemmLauncher
 
+GEMM, CODEBOOK = GemmLauncher.arguments, ClusterLauncher.arguments
 META = {"entry": "kernel", "shared": 4096, "threads": 288, "cluster": 2, "box": 8}
 
 
@@ -92,45 +88,41 @@ def use(monkeypatch: pytest.MonkeyPatch, arguments: type[ctypes.Structure]) -> D
 
 
 def test_structs_are_those_of_cuda_and_of_the_kernels() -> None:
-    assert sizes(GemmArguments) == [128, 8, *[8] * 10, *[4] * 5, 1]
-    assert sizes(CodebookArguments) == [*[8] * 8, *[4] * 6]
+    assert sizes(GEMM) == [128, 8, *[8] * 10, *[4] * 5, 1]
+    assert sizes(CODEBOOK) == [*[8] * 8, *[4] * 6]
     assert ctypes.sizeof(Config) == 56  # CUlaunchConfig and CUlaunchAttribute, by cuda.h
     assert ctypes.sizeof(Attribute) == 72
     assert Config.stream.offset == 32
 
 
-def gemm_launch(i: int) -> tuple[Activations, tuple[int, ...], dict[str, Any]]:
-    """The i-th launch's tokens, pointers, and further numbers: all of them different."""
-    pointers = tuple(i * 1000 + 16 * j for j in range(8))
-    numbers = {"n": 8 * i, "grid": 3 * i, "experts": 5 * i, "workspace": (7 * i, 9 * i)}
-    numbers |= {"stride": 24 * i} if i % 2 else {}
-    return Activations(i << 20, i, 128 * i), pointers, numbers
+def gemm_launch(i: int) -> tuple[dict[str, Any], int]:
+    """The i-th launch's parameters, all of them different, and its CTAs."""
+    values: dict[str, Any] = {name: i * 1000 + 16 * j for j, (name, _) in enumerate(GEMM._fields_)}  # type: ignore[misc]
+    x = Activations(i << 20, i, 128 * i)
+    return values | {"x": x, "m": i, "k": 128 * i}, 3 * i
 
 
 def belongs(found: dict[str, Any], i: int) -> bool:
     """Whether everything that the driver saw is of the i-th launch."""
-    x, pointers, numbers = gemm_launch(i)
-    m, k = x.shape
-    found = found | {"workspace": (found["work"], found["counters"])}
+    values, grid = gemm_launch(i)
+    x, m, k = values["x"], values["m"], values["k"]
     seen_map = (c_uint64 * 16).from_buffer_copy(bytes(found["x_map"]))
-    names = [name for name, _ in GemmArguments._fields_[2:10]]  # type: ignore[misc]
+    names = [name for name, _ in GEMM._fields_[2:-1]]  # type: ignore[misc]
     return (
-        tuple(found[name] for name in names) == pointers
+        all(found[name] == values[name] for name in names)
         and list(seen_map[:3]) == [x.data_ptr(), m, k]
-        and [*found["x_shape"], found["m"], found["k"]] == [m, k, m, k]
-        and {name: found[name] for name in numbers} == numbers
-        and found["stride"] == numbers.get("stride", numbers["n"])
+        and found["x_shape"] == [m, k]
+        and found["grid"] == grid
     )
 
 
 def test_a_gemm_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    fake = use(monkeypatch, GemmArguments)
+    fake = use(monkeypatch, GEMM)
     launcher = GemmLauncher(path, 3)
     attribute = next(call for call in fake.calls if call[0] == "cuKernelSetAttribute")
     assert attribute[1:3] == (driver.SHARED_LIMIT, 4096)
     for i in (1, 2):
-        x, pointers, numbers = gemm_launch(i)
-        launcher.launch(x, pointers, overlap=i == 1, **numbers)  # type: ignore[arg-type]
+        launcher.launch(*gemm_launch(i), overlap=i == 1)
     assert [belongs(found, i) for i, found in enumerate(fake.launches, 1)] == [True] * 2
     for found, count in zip(fake.launches, (2, 1), strict=True):
         assert (found["block"], found["cluster"], found["shared"]) == (288, 2, 4096)
@@ -138,19 +130,16 @@ def test_a_gemm_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 
 
 def test_a_codebook_launch(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    fake = use(monkeypatch, CodebookArguments)
-    launcher = CodebookLauncher(path, 0)
-    given = [Activations(i, 1, 8) for i in range(1, 6)]
-    work, counters = Activations(6, 1, 8), Activations(7, 1, 8)
-    launcher.launch(Activations(16, 2, 512), (*given, None, None), 640, 8, 1, 3, 9000)  # type: ignore[arg-type]
-    tensors = (*given[:3], None, given[4], work, counters)
-    launcher.launch(Activations(32, 1, 256), tensors, 64, 1, 2, 4, 800, False)  # type: ignore[arg-type]
-    names = [name for name, _ in CodebookArguments._fields_]  # type: ignore[misc]
-    first, second = ([found[name] for name in names] for found in fake.launches)
-    assert first == [16, 1, 2, 3, 4, 5, 0, 0, 2, 640, 512, 8, 1, 1]
-    assert second == [32, 1, 2, 3, 0, 5, 6, 7, 1, 64, 256, 1, 2, 0]
+    fake = use(monkeypatch, CODEBOOK)
+    launcher = ClusterLauncher(path, 0)
+    names = [name for name, _ in CODEBOOK._fields_]  # type: ignore[misc]
+    numbers = [16, 1, 2, 3, 4, 5, 0, 0, 2, 640, 512, 8, 1, 1], [32, *range(1, 13), 0]
+    for each, grid, shared in zip(numbers, (24, 22), (9000, 800), strict=True):
+        values = dict(zip(names, each, strict=True))
+        launcher.launch(values | {"shared": shared}, grid, bool(values["early"]))
+    assert [[found[name] for name in names] for found in fake.launches] == [*numbers]
     rest = [[found[name] for name in ("grid", "cluster", "shared")] for found in fake.launches]
-    assert rest == [[24, 8, 9000], [8, 1, 800]]
+    assert rest == [[24, 8, 9000], [22, 11, 800]]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -168,12 +157,12 @@ def test_the_driver_is_asked_for_clusters_as_they_are_launched(
         ctypes.cast(count, POINTER(ctypes.c_int))[0] = 132 // of_cluster[0]
         return 0
 
-    fake = use(monkeypatch, CodebookArguments)
+    fake = use(monkeypatch, CODEBOOK)
     fake.cuOccupancyMaxActiveClusters = most_clusters
-    launcher = CodebookLauncher(path, 0)
+    launcher = ClusterLauncher(path, 0)
     assert launcher.most_clusters(14, 9000) == 9
-    x = Activations(16, 2, 512)
-    launcher.launch(x, (None,) * 7, 640, 8, 1, 3, 9000, overlap)  # type: ignore[arg-type]
+    values = {name: 8 for name, _ in CODEBOOK._fields_}  # type: ignore[misc]
+    launcher.launch(values | {"shared": 9000}, 24, overlap)
     assert launcher.most_clusters(8, 9000) == 16
     fake.cuOccupancyMaxActiveClusters = lambda *args: 912  # an error
     fake.cuGetErrorString = lambda error, text: 0
@@ -182,7 +171,7 @@ def test_the_driver_is_asked_for_clusters_as_they_are_launched(
 
 def test_threads_launch_the_same_kernel(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """No launch has a pointer or a number of another thread's."""
-    fake = use(monkeypatch, GemmArguments)
+    fake = use(monkeypatch, GEMM)
     launcher = GemmLauncher(path, 0)
     threads, each = 4, 500
     ready = threading.Barrier(threads)
@@ -190,8 +179,7 @@ def test_threads_launch_the_same_kernel(monkeypatch: pytest.MonkeyPatch, path: P
     def work(first: int) -> None:
         ready.wait()
         for i in range(first, threads * each + 1, threads):
-            x, pointers, numbers = gemm_launch(i)
-            launcher.launch(x, pointers, **numbers)  # type: ignore[arg-type]
+            launcher.launch(*gemm_launch(i), overlap=True)
 
     monkeypatch.setattr(launch, "tensor_map", lru_cache(64)(launch.tensor_map.__wrapped__))
     interval = sys.getswitchinterval()

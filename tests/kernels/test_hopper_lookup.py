@@ -37,16 +37,16 @@ LOOKUPS = [
     (16, 3, 128, BRAIN, Tile(32), (7, 128, 384), 1),
     (4, 1, 4, BRAIN, Tile(32), (9, 128, 260), 1),  # fine groups: of one vector
     (8, 1, 24, HALF, Tile(32), (9, 128, 528), 1),  # of three, which are scaled one by one
-    (8, 2, 64, HALF, Tile(32, stages=4, columns=64, shared=True), (20, 296, 384), 2),
+    (8, 2, 64, HALF, Tile(32, stages=4, columns=64, stream_k=True), (20, 296, 384), 2),
 ]
 if EVERY_KERNEL:
     LOOKUPS += [
         (8, 2, 64, BRAIN, Tile(32), (18, 128, 320), 1),
         (4, 1, 128, HALF, Tile(32, split=3), (9, 392, 384), 1),
-        (8, 2, 128, HALF, Tile(32, shared=True), (20, 296, 512), 2),
+        (8, 2, 128, HALF, Tile(32, stream_k=True), (20, 296, 512), 2),
         (16, 3, 32, HALF, Tile(32), (9, 128, 544), 1),
         (4, 1, 128, HALF, Tile(32, stages=5, columns=64), (40, 136, 384), 2),
-        (8, 2, 64, BRAIN, Tile(32, stages=4, columns=64, shared=True), (20, 296, 640), 2),
+        (8, 2, 64, BRAIN, Tile(32, stages=4, columns=64, stream_k=True), (20, 296, 640), 2),
         (4, 1, 128, HALF, Tile(32), (40, 264, 256), 2),
         (8, 2, 128, HALF, Tile(64), (20, 136, 512), 1),
         (8, 1, 0, HALF, Tile(64, split=4), (70, 128, 456), 1),
@@ -73,7 +73,7 @@ def emulate_lookups(
     assert cubin.resources(made)[1] == 0  # no spills
     blocks, row_scale, book = pack(packed)
     y = torch.full((m, n), torch.nan, dtype=x.dtype)
-    grid = grid or (2 if tile.shared else tiles.grid(tile, m, n))
+    grid = grid or (2 if tile.stream_k else tiles.grid(tile, m, n))
     work = torch.full((tiles.workspace(tile, m, n, grid),), torch.nan)
     counters = torch.zeros(8 * grid, dtype=torch.int32)
     arguments: list[Parameter] = [
@@ -110,7 +110,7 @@ def test_lookups_of_many_tokens(
         assert torch.equal(emulate_lookups(packed, x, bias, tile, seed), y)
     if seeds > 1 and tile.split == 1:  # fewer CTAs than tiles: each does several
         alone = emulate_lookups(packed, x, bias, tile, grid=1)
-        assert error(alone, y.double()) < 4e-4 if tile.shared else torch.equal(alone, y)
+        assert error(alone, y.double()) < 4e-4 if tile.stream_k else torch.equal(alone, y)
 
 
 SHARES: list[tuple[int, int, Tile]] = [
@@ -129,7 +129,7 @@ def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
     """
     torch.manual_seed(0)
     packed, x = random_packed(codebook(v, m), 256, 1024), torch.randn(20, 1024).half()
-    y = emulate_lookups(packed, x, None, replace(tile, shared=True), grid=3)
+    y = emulate_lookups(packed, x, None, replace(tile, stream_k=True), grid=3)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
 

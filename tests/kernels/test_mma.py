@@ -23,9 +23,9 @@ from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import cubin, driver, jit, operands
 from anybit.kernels.cute.decode import Decoder, decoder
+from anybit.kernels.cute.launch import ProductArguments, ProductLauncher
 from anybit.kernels.hopper import choices
 from anybit.kernels.mma import backend, build, linear, selftest, tiles
-from anybit.kernels.mma.launch import POINTERS, MmaArguments, MmaLauncher
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from tests.kernels.mma import GPUS
 from tests.needs import EVERY_KERNEL, pairs
@@ -439,7 +439,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         c = config.contents
         found = {"grid": c.grid[0], "block": c.block[0], "shared": c.shared, "count": c.count}
         found["attribute"] = c.attributes[0].id
-        for i, (name, kind) in enumerate(MmaArguments._fields_):
+        for i, (name, kind) in enumerate(ProductLauncher.arguments._fields_):
             found[name] = kind.from_address(parameters[i]).value
         seen.append(found)
         return 0
@@ -451,15 +451,15 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     path = tmp_path / "a.kernel"
     path.write_bytes(json.dumps({"entry": "k", "shared": 4096, "threads": 128}).encode() + b"\nx")
-    launcher = MmaLauncher(path, 0)
-    x = SimpleNamespace(shape=(3, 256), data_ptr=lambda: 16, device=CUDA)
-    tensors = [SimpleNamespace(data_ptr=lambda i=i: 32 * i) for i in range(1, 11)]
-    launcher.launch(x, tuple(tensors), 64, 5, False)
-    launcher.launch(x, (*tensors[:3], None, None, None, *tensors[6:]), 64, 5, True, 7)
+    launcher = ProductLauncher(path, 0)
+    names = ProductArguments._fields
+    values: dict[str, Any] = {name: 32 * i for i, name in enumerate(names)}
+    values |= {"x": SimpleNamespace(data_ptr=lambda: 16), "stride": 1}  # not a parameter here
+    launcher.launch(values, 5, False)
+    gone = {"token_scale": None, "token_sum": None, "bias": None, "experts": 7}
+    launcher.launch(values | gone, 5, True)
     first, second = seen
-    assert [first[name] for name in (*POINTERS, "m", "n", "k", "experts")] == [
-        16, *range(32, 352, 32), 3, 64, 256, 0,
-    ]  # fmt: skip
+    assert [first[name] for name in names] == [16, *range(32, 32 * len(names), 32)]
     assert (first["grid"], first["block"], first["shared"], first["count"]) == (5, 128, 4096, 0)
     assert [second[name] for name in ("token_scale", "token_sum", "bias")] == [0, 0, 0]
     assert second["experts"] == 7

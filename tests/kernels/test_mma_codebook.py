@@ -16,12 +16,11 @@ from anybit.core.format import get_format
 from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.cute import jit
+from anybit.kernels.cute import jit, products
 from anybit.kernels.cute.cells import Cells, cells_of, pack
 from anybit.kernels.mma import codebook_linear, codebook_selftest, selftest
 from anybit.kernels.mma import codebook_tiles as tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel, CodebookTile
-from anybit.kernels.mma.launch import OF_CODEBOOKS
 from anybit.kernels.mma.tiles import RESERVED, Gpu
 from anybit.kernels.reference import operand_weight
 from tests.kernels.mma import GPUS, array
@@ -124,7 +123,7 @@ def emulate(
     arguments = [
         used(x), array(blocks), array(book.to(x.dtype)), array(row_scale),
         0 if bias is None else used(bias), used(y), array(work), array(counters),
-        m, n, k, case.splits,
+        m, n, k, 1, case.splits, 0,
     ]  # fmt: skip
     made = compiled(kernel)
     machine = Machine(ptx or made.ptx)
@@ -274,13 +273,12 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor in its place; a workspace only where CTAs share K; a bias in y's dtype."""
     seen: list[dict[str, Any]] = []
 
-    def launch(x, tensors, n, grid, overlap, splits):
-        seen.append(dict(zip(OF_CODEBOOKS[1:], tensors, strict=True)))
-        seen[-1] |= {"n": n, "grid": grid, "overlap": overlap, "splits": splits}
+    def launch(values, grid, overlap):
+        seen.append({**values, "grid": grid, "overlap": overlap})
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(codebook_linear, "gpu_of", lambda device: GPUS["A100"])
-    monkeypatch.setattr(codebook_linear, "zeros", lambda words, device: words)
+    monkeypatch.setattr(products, "zeros", lambda words, device: words)
     monkeypatch.setattr(
         codebook_linear, "loaded", lambda kernel, device: SimpleNamespace(launch=launch)
     )
@@ -297,7 +295,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["counters"] == first["grid"]
     assert first["bias"].dtype == first["book"].dtype == y.dtype == BRAIN
     assert second["book"].dtype == HALF
-    assert (second["work"], second["counters"], second["bias"]) == (None, None, None)
+    assert (second["work"], second["counters"], second["bias"]) == (None, 0, None)
     assert (second["grid"], second["splits"], second["overlap"]) == (4, 1, False)
 
 

@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import threading
+from collections.abc import Mapping
 from ctypes import c_uint, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
@@ -90,19 +91,46 @@ class Frame:
 
 
 class Launcher:
-    """A loaded kernel on one device, with a frame for each thread that launches it."""
+    """A loaded kernel on one device, with a frame for each thread that launches it.
+
+    Attributes:
+        arguments: The struct of its parameters.
+        settings: (CUfunction_attribute, value) of the kernel, beside its shared memory.
+    """
 
     arguments: ClassVar[type[ctypes.Structure]]
+    settings: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     def __init__(self, path: Path, device: int):
         compilations.note()
+        self.device = device
         header, _, cubin = path.read_bytes().partition(b"\n")
         self.meta = json.loads(header)
         library, self.kernel = c_void_p(), c_void_p()
         call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
         call("cuLibraryGetKernel", ctypes.byref(self.kernel), library, self.meta["entry"].encode())
-        call("cuKernelSetAttribute", SHARED_LIMIT, self.meta["shared"], self.kernel, device)
+        for attribute, value in ((SHARED_LIMIT, self.meta["shared"]), *self.settings):
+            call("cuKernelSetAttribute", attribute, value, self.kernel, device)
+        self.names = [field[0] for field in self.arguments._fields_]
         self.local = threading.local()
+
+    def launch(self, values: Mapping[str, Any], grid: int, overlap: bool) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            values: Tensors, addresses and numbers by the names of parameters; None is address 0.
+            grid: CTAs.
+            overlap: Begin before the previous kernel of the stream has finished; the kernel must be
+                made for that.
+        """
+        frame = self.frame()
+        self.fill(frame, values)
+        frame.start(grid, overlap, self.device)
+
+    def fill(self, frame: Frame, values: Mapping[str, Any]) -> None:
+        """Write the parameters."""
+        for name in self.names:
+            setattr(frame.arguments, name, address_of(values[name]))
 
     def frame(self) -> Frame:
         """This thread's."""

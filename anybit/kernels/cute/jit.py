@@ -9,7 +9,6 @@ What the DSL generates is for machines of one's own: its licence does not clearl
 away.
 """
 
-import ctypes
 import hashlib
 import inspect
 import json
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from anybit.errors import Unsupported
 from anybit.files.directory import cache_folder
 from anybit.kernels.cute import cubin as elf
-from anybit.kernels.cute.driver import sizes
+from anybit.kernels.cute.driver import Launcher, sizes
 
 SOURCES = Path(__file__).parent
 STACK = 64  # bytes that a thread may spill: a few registers cost nothing that can be measured
@@ -56,8 +55,8 @@ class KernelSpec(Protocol):
         """What it is compiled for, such as "sm_90a"."""
 
     @property
-    def arguments(self) -> type[ctypes.Structure]:
-        """The struct that it is launched with: a field for each parameter."""
+    def launcher(self) -> type[Launcher]:
+        """What launches it: with a struct of a field for each parameter."""
 
     @property
     def name(self) -> str:
@@ -210,7 +209,7 @@ def checked(kernel: KernelSpec, made: Compiled) -> bytes:
             f"{kernel} waits for its products at {count} places, not {most}: ptxas serialized "
             "them (see `gemm.Gemm.release`)"
         )
-    taken, passed = elf.parameters(made.ptx), sizes(kernel.arguments)
+    taken, passed = elf.parameters(made.ptx), sizes(kernel.launcher.arguments)
     if taken != passed:
         raise BuildError(f"{kernel} takes parameters of {taken} bytes, not {passed}")
     header = {"entry": elf.entry(made.ptx), "shared": made.shared, **kernel.header}
@@ -235,14 +234,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def compile_program(
-    program: Any, pointers: list[tuple[Any, int]], numbers: int, architecture: str
+    program: Any, parameters: Any, pointers: dict[str, tuple[Any, int]], architecture: str
 ) -> Compiled:
     """Compile a program of CuTe DSL.
 
     Args:
-        program: An object to call; afterwards its `shared` is the struct in shared memory.
-        pointers: (type, alignment) of each parameter that is one.
-        numbers: Int32 parameters behind them.
+        program: What is called with its parameters, the grid and a stream; afterwards its `shared`
+            is the struct in shared memory.
+        parameters: The named tuple that they are (`launch.py`).
+        pointers: (type, alignment) of what an address is of, by name; the others are numbers.
         architecture: As `KernelSpec.architecture`.
     """
     import cuda.bindings.driver as cuda
@@ -251,9 +251,9 @@ def compile_program(
     from cutlass.cute.runtime import make_ptr
 
     where = cute.AddressSpace.gmem
-    places = [make_ptr(kind, 0, where, assumed_align=a) for kind, a in pointers]
-    args = [*places, *[Int32(128)] * numbers]
+    places = {n: make_ptr(kind, 0, where, assumed_align=a) for n, (kind, a) in pointers.items()}
+    given = parameters(*(places.get(name, Int32(128)) for name in parameters._fields))
     with _compiler, tempfile.TemporaryDirectory() as dump:
         options = f"--gpu-arch={architecture} --keep-ptx --keep-cubin --dump-dir={dump}"
-        made = cute.compile(program, *args, cuda.CUstream(0), options=options)
+        made = cute.compile(program, given, Int32(128), cuda.CUstream(0), options=options)
         return Compiled(made.artifacts.PTX, made.artifacts.CUBIN, program.shared.__sizeof__())

@@ -24,6 +24,12 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import CuTeDSL, T, dsl_user_op
 
 PAIR = {"float16": "f16x2", "bfloat16": "bf16x2"}
+PRODUCTS = {  # of `mma.sync`: columns of a register of its right operand, types, type of sums
+    "int8": (16, "s32.u8.s8.s32", Int32),
+    "float8_e4m3fn": (16, "f32.e4m3.e4m3.f32", Float32),  # from sm_89 on
+    "float16": (8, "f32.f16.f16.f32", Float32),
+    "bfloat16": (8, "f32.bf16.bf16.f32", Float32),
+}
 TYPES = {
     "uint8": Uint8,
     "int8": Int8,
@@ -145,6 +151,24 @@ def half_to_brain(word: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
         "cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 $0, b, a; }"
     )
     return Uint32(asm(T.i32(), [Uint32(word)], text, "=r,r", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
+def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = None) -> list:
+    """d + a b of 16 rows and 8 columns, with one or two registers of b, which has this dtype.
+
+    int8 meets unsigned bytes.
+    """
+    width, kinds, kind = PRODUCTS[dtype]
+    n, k = len(a), len(b)
+    right = slots(4 + n, k) if k > 1 else f"{{${4 + n}}}"
+    text = (
+        f"mma.sync.aligned.m16n8k{width * k}.row.col.{kinds} "
+        f"{slots(0, 4)}, {slots(4, n)}, {right}, {slots(4 + n + k, 4)};"
+    )
+    args = [*(Uint32(r) for r in [*a, *b]), *(kind(r) for r in d)]
+    constraints = ",".join(["r"] * (n + k) + ["f" if kind is Float32 else "r"] * 4)
+    return several(4, kind, args, text, constraints, False, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

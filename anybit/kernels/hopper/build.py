@@ -7,11 +7,9 @@ from anybit.kernels.cute.decode import decoder
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
 from anybit.kernels.hopper.chip import H200
-from anybit.kernels.hopper.expert_tiles import family_grouped
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tile import Kernel
-from anybit.kernels.hopper.tiles import family, gpu_for, has_mma
-from anybit.kernels.mma.build import narrow_kernels
+from anybit.kernels.hopper.tiles import gpu_for
+from anybit.kernels.mma.build import every_rows
 
 
 def kernels_of(scheme: str) -> list[KernelSpec]:
@@ -28,11 +26,5 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         d = decoder(fmt, operand)
         if isinstance(d, str):
             raise InvalidInput(f"{scheme}: {d}")
-        outputs = [operand] if activation is None else ["float16", "bfloat16"]
-        out += scalar_linear.copy_kernels(d, outputs)
-        out += [Kernel(d, tile, o) for tile in family(d) for o in outputs]
-        if has_mma(d):
-            out += narrow_kernels(d, gpu_for(H200), outputs)  # any chip has the same ones
-        out += scalar_linear.small_kernels(d, outputs)
-        out += [Kernel(d, tile, o, grouped=True) for tile in family_grouped(d) for o in outputs]
-    return out
+        out += scalar_linear.kernels_for(d, activation, H200, every_rows(gpu_for(H200)))
+    return [*dict.fromkeys(out)]

@@ -79,7 +79,7 @@ def fastest(
 ) -> tuple[float, Tile]:
     """The clock cycles of one launch, and its tile."""
     found = [t for t in family if tiles.suits(t, d, m, n, k, chip)]
-    found = found or [t for t in family if t.split == 1 and not t.shared]
+    found = found or [t for t in family if t.split == 1 and not t.stream_k]
     times = {t: cycles(tiles.work(t, d, m, n, k, chip), chip.read) for t in found}
     best = min(times, key=times.__getitem__)
     return times[best], best
@@ -89,7 +89,7 @@ def fastest(
 def copied_tiles() -> tuple[Tile, ...]:
     """Tiles for the product of a copy in bytes."""
     some = [Tile(128), Tile(128, rows=256)]
-    every = (*some, *(replace(t, shared=True) for t in some))
+    every = (*some, *(replace(t, stream_k=True) for t in some))
     return tuple(tiles.fitted(t, BYTES) for t in every)
 
 
@@ -114,7 +114,7 @@ def whole_waves(tile: Tile, m: int, n: int, chip: Chip = H200) -> int:
     A multiple of 256: a weight's rows are padded to that, so any tile finds whole ones behind them.
     With tiles of 96 tokens two launches were 1.06 to 1.10 times as long as one.
     """
-    if tile.split > 1 or tile.shared or tile.tokens <= 96 or tile.tokens >= 4 * m:
+    if tile.split > 1 or tile.stream_k or tile.tokens <= 96 or tile.tokens >= 4 * m:
         return 0
     tokens, room = -(-m // tile.tokens), chip.multiprocessors * tile.ctas
     waves = -(-n // tile.rows) * tokens // room

@@ -11,6 +11,7 @@ fixed order while the next tile is multiplied; those of CTAs a tile later, in th
 tile. Two buffers in turn, so nobody waits. Everything is summed in fp32.
 """
 
+from collections import namedtuple
 from typing import Any
 
 import cutlass
@@ -19,30 +20,35 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, ROWS
+from anybit.kernels.cute.launch import CodebookArguments
 from anybit.kernels.cute.ptx import (
     halves_to_float,
     load_global,
     load_matrices,
     load_shared,
+    mma,
     store_half,
     store_shared,
 )
-from anybit.kernels.hopper.codebook_tiles import MET, TABLE, WINDOW, CodebookKernel
-from anybit.kernels.hopper.fragments import (
+from anybit.kernels.hopper.barriers import (
     arrive,
     arrive_and_expect,
     init_barrier,
     insert_code,
-    mma,
     send,
     wait_barrier,
 )
-from anybit.kernels.hopper.ring import Program
+from anybit.kernels.hopper.codebook_ring import Next, Ring
+from anybit.kernels.hopper.codebook_tiles import MET, TABLE, WINDOW, CodebookKernel
 
 SENT = MET + 16  # barriers of sums that other CTAs send, behind those of warps
 
 
-class Codebook(Program):
+# Who a warp is: of cluster number `team` of `teams`, and of CTA number `rank` in it.
+Place = namedtuple("Place", "given team teams rank warp lane")
+
+
+class Codebook(Ring):
     copied = {4: 1, 8: 4, 16: 4}  # words of a copy in the table, by v
 
     def __init__(self, kernel: CodebookKernel):
@@ -53,23 +59,7 @@ class Codebook(Program):
         self.sums_at = kernel.sums_at - WINDOW
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        book: cute.Pointer,
-        row_scale: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        cluster: Int32,
-        splits: Int32,
-        early: Int32,
-    ):
+    def kernel(self, given: CodebookArguments):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -84,6 +74,7 @@ class Codebook(Program):
         barriers = base + warp * (self.stages * 8)
 
         # This worker's chunks of K, and its cluster's row tiles: every `teams`-th.
+        n, k, cluster, early = given.n, given.k, given.cluster, given.early
         rank, team, teams = cta % cluster, cta // cluster, ctas // cluster
         worker, workers = rank * self.warps + warp, cluster * self.warps
         blocks = (k + (self.cells.columns - 1)) // self.cells.columns
@@ -99,33 +90,29 @@ class Codebook(Program):
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
-        source = self.source(w, team, teams, blocks, first, chunks)
-        address, chunk, left = source[0], Int32(0), tiles * chunks
+        source = self.source(given.w, team, teams, blocks, first, chunks)
+        ahead = Next(source.address, Int32(0), tiles * chunks)
         self.open_ring(barriers, lane)
         if early > 0:  # more of it would only delay x
-            address, chunk, left = self.refill(
-                source, ring, barriers, Int32(0), lane, address, chunk, left
-            )
-        self.fill(book, table, warp, lane)
+            ahead = self.refill(source, ring, barriers, Int32(0), lane, ahead)
+        self.fill(given.book, table, warp, lane)
         cute.arch.griddepcontrol_wait()
-        vectors = self.load_x(x, first, last, m, k, g, t)
+        vectors = self.load_x(given.x, first, last, given.m, k, g, t)
         for slot in cutlass.range_constexpr(self.stages):
             if early <= slot:
-                address, chunk, left = self.refill(
-                    source, ring, barriers, Int32(slot), lane, address, chunk, left
-                )
+                ahead = self.refill(source, ring, barriers, Int32(slot), lane, ahead)
         cute.arch.sync_threads()
         cute.arch.cluster_wait()
 
         copied = const_expr(4 * self.copied[self.cells.v])
         lookup = Uint32(base - WINDOW) | Uint32(lane % (128 // copied) * copied)
-        place = (team, teams, cluster, rank, warp, lane)
+        place = Place(given, team, teams, rank, warp, lane)
         stage, phase = Int32(0), Int32(0)
         acc = cute.make_rmem_tensor((self.tokens // 2,), Float32)
         for it in cutlass.range(tiles, unroll=1):
             acc.fill(0.0)
             # For the epilogue of the last tile: the latency hides under this one.
-            before = self.fetch_row(row_scale, bias, team + (it - 1) * teams, lane % 16, n)
+            before = self.fetch_row(given, team + (it - 1) * teams, lane % 16)
             for j in cutlass.range_constexpr(self.spec.chunks):
                 if j < chunks:
                     wait_barrier(barriers + stage * 8, phase)
@@ -133,46 +120,48 @@ class Codebook(Program):
                     # The next chunk's words already here, in registers, made it slower.
                     words = self.read(slot, lane, g, t)
                     cute.arch.sync_warp()
-                    address, chunk, left = self.refill(
-                        source, ring, barriers, stage, lane, address, chunk, left,
-                        self.read_all(words),
-                    )  # fmt: skip
+                    read = self.read_all(words)
+                    ahead = self.refill(source, ring, barriers, stage, lane, ahead, read)
                     missing = (first + j) * self.spec.blocks - last
                     self.multiply(words, acc, vectors, lookup, missing, j)
                     stage += 1
                     if stage == self.stages:
                         stage = Int32(0)
                         phase ^= 1
-            self.settle(base, it - 2, place, row_scale, bias, y, m, n)
-            self.collect(base, it - 1, place, before, y, m, n)
-            self.share(base, acc, it, place, m)
-        self.settle(base, tiles - 2, place, row_scale, bias, y, m, n)
-        before = self.fetch_row(row_scale, bias, team + (tiles - 1) * teams, lane % 16, n)
-        self.collect(base, tiles - 1, place, before, y, m, n)
-        self.settle(base, tiles - 1, place, row_scale, bias, y, m, n)
+            self.settle(base, it - 2, place)
+            self.collect(base, it - 1, place, before)
+            self.share(base, acc, it, place)
+        self.settle(base, tiles - 2, place)
+        before = self.fetch_row(given, team + (tiles - 1) * teams, lane % 16)
+        self.collect(base, tiles - 1, place, before)
+        self.settle(base, tiles - 1, place)
 
     # A tile passes through three steps, one in each turn of the main loop. Every warp waits for all
     # others in each of them, so a warp that fills a buffer anew knows that it has been read.
 
     @cute.jit
-    def share(self, base, acc, it, place, m):
+    def share(self, base, acc, it, place):
         """Put this warp's sums of a tile where its CTA's meet."""
-        _, _, _, _, warp, lane = place
-        g, t = lane // 4, lane % 4
-        part = base + self.sums_at + (it % 2 * self.warps + warp) * self.part
+        part = base + self.sums_at + (it % 2 * self.warps + place.warp) * self.part
+        self.leave(acc, part, place.given.m, place.lane // 4, place.lane % 4)
+        cute.arch.sync_warp()
+        if place.lane == 0:
+            arrive(base + (MET + it % 2 * 8))
+
+    @cute.jit
+    def leave(self, acc, part, m, g, t):
+        """Write a warp's sums."""
         for i in cutlass.range_constexpr(self.tokens // 8):
             if i * 8 + 2 * t < m:
                 for h in cutlass.range_constexpr(2):
                     values = [acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1]]
                     store_shared(part + self.spot(g + 8 * h, i * 8 + 2 * t), values)
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(base + (MET + it % 2 * 8))
 
     @cute.jit
-    def collect(self, base, it, place, numbers, y, m, n):
+    def collect(self, base, it, place, numbers):
         """Add up the CTA's sums of a tile; write 16 outputs of every token, or send their parts."""
-        team, teams, cluster, rank, warp, lane = place
+        given, team, teams, rank, warp, lane = place
+        cluster, m = given.cluster, given.m
         if it >= 0:
             wait_barrier(base + (MET + it % 2 * 8), it // 2 % 2)
             mine, row, token = self.outputs(it, warp, lane)
@@ -183,7 +172,7 @@ class Codebook(Program):
                 for i in cutlass.range_constexpr(self.warps):
                     total += load_shared(part, 1, i * self.part, True, Float32)[0]
                 if cluster == 1:
-                    self.store(total, team + it * teams, row, token, numbers, y, n)
+                    self.store(total, team + it * teams, row, token, numbers, given)
                 else:
                     turn = it // cluster % 2
                     at = ((turn * cluster + rank) * self.tokens + token) * ROWS + row
@@ -195,22 +184,23 @@ class Codebook(Program):
                     arrive_and_expect(base + (SENT + turn * 8), cluster * m * (4 * ROWS))
 
     @cute.jit
-    def settle(self, base, it, place, row_scale, bias, y, m, n):
+    def settle(self, base, it, place):
         """Add up the cluster's sums of a tile, if this CTA owns it, and write the outputs."""
-        team, teams, cluster, rank, warp, lane = place
+        given, team, teams, rank, warp, lane = place
+        cluster = given.cluster
         if cluster > 1 and it >= 0:  # noqa: SIM102 - as above
             if it % cluster == rank:
-                numbers = self.fetch_row(row_scale, bias, team + it * teams, lane % 16, n)
+                numbers = self.fetch_row(given, team + it * teams, lane % 16)
                 turn = it // cluster
                 wait_barrier(base + (SENT + turn % 2 * 8), turn // 2 % 2, True)
                 mine, row, token = self.outputs(it, warp, lane)
-                if mine and token < m:
+                if mine and token < given.m:
                     at = (turn % 2 * cluster * self.tokens + token) * ROWS + row
                     part = base + self.sums_at + 2 * self.warps * self.part + at * 4
                     total = Float32(0.0)
                     for i in cutlass.range(cluster, unroll=4):
                         total += load_shared(part + i * self.part, 1, 0, True, Float32)[0]
-                    self.store(total, team + it * teams, row, token, numbers, y, n)
+                    self.store(total, team + it * teams, row, token, numbers, given)
 
     def outputs(self, it: Any, warp: Any, lane: Any) -> tuple:
         """(whether it is this warp's turn, row, token): one output a thread."""
@@ -220,11 +210,11 @@ class Codebook(Program):
         return mine, lane % 16, pair * 2 + lane // 16
 
     @cute.jit
-    def store(self, total, tile, row, token, numbers, y, n):
+    def store(self, total, tile, row, token, numbers, given):
         """Row scale, bias, rounding."""
         scale, offset = numbers
-        if tile * ROWS + row < n:
-            to = Int64(y.toint()) + (Int64(token) * n + tile * ROWS + row) * 2
+        if tile * ROWS + row < given.n:
+            to = given.y.toint() + (Int64(token) * given.n + tile * ROWS + row) * 2
             store_half(to, total * scale + offset, self.dtype)
 
     def spot(self, row: Any, token: Any) -> Any:

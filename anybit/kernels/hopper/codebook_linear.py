@@ -6,8 +6,8 @@ read the same layout. For thousands of tokens, or where a table leaves no room f
 kernel decodes it to a dense weight for the library's product.
 """
 
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import COUNTS, Activations, LayerSpec, Prepared
+from anybit.kernels.cute import products
 from anybit.kernels.cute.cells import (
     ROWS,
     Cells,
@@ -26,17 +27,19 @@ from anybit.kernels.cute.cells import (
 from anybit.kernels.cute.cells import (
     prepare as prepare,
 )
-from anybit.kernels.cute.counters import zeros
-from anybit.kernels.cute.jit import KernelSpec, built, missing_kernels
-from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
-from anybit.kernels.hopper import codebook_tiles, scalar_linear, tiles
+from anybit.kernels.cute.jit import KernelSpec, missing_kernels
+from anybit.kernels.cute.launch import loaded
+from anybit.kernels.cute.operands import NAMES, aligned
+from anybit.kernels.cute.products import CodebookLaunch, Launch, on_its_device
+from anybit.kernels.hopper import codebook_tiles, scalar_linear
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
-from anybit.kernels.hopper.codebook_tiles import CodebookKernel, Plan
-from anybit.kernels.hopper.launch import CodebookLauncher, GemmLauncher
+from anybit.kernels.hopper.choices import Choice, Part
+from anybit.kernels.hopper.codebook_tiles import Plan
+from anybit.kernels.hopper.launch import ClusterLauncher
 from anybit.kernels.hopper.lookup import LookupDecoder, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
-from anybit.kernels.hopper.tile import Kernel, Tile
+from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.hopper.tiles import MAX_SHARED
 
 MOST_TOKENS = codebook_tiles.TOKENS[-1]  # of one launch
@@ -86,74 +89,33 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return multiply_decoded(x, prepared, bias)
 
 
+@on_its_device
 def multiply(
-    x: Tensor,
-    prepared: Prepared,
-    bias: Tensor | None,
-    plan: Plan | None = None,
-    overlap: bool = True,
+    x: Tensor, prepared: Prepared, bias: Tensor | None, plan: Plan | None = None
 ) -> Tensor:
     """x (M <= 16, K), contiguous -> (M, N); one launch, or two where only 8 tokens' tables fit.
 
-    plan: instead of the rule's. overlap: programmatic dependent launch.
+    plan: instead of the rule's.
     """
-    fmt, (n, k), m = prepared.format, prepared.shape, len(x)
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    (n, k), m = prepared.shape, len(x)
     if not m:
-        return y
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)
-    plan, shared = launch_of(fmt, m, n, k, x.dtype, x.device, plan)
-    tokens, work, counters = plan.kernel.tokens, None, None
-    if plan.splits > 1:
-        size = -(-n // ROWS) * plan.splits * ROWS * tokens
-        work = torch.empty(size, dtype=torch.float32, device=x.device)
-        counters = zeros(plan.teams * plan.cluster, x.device)
-    blocks, row_scale, *books = prepared.layout
-    book = books[x.dtype == torch.bfloat16]
-    for some, to in zip(x.split(tokens), y.split(tokens), strict=True):
-        tensors = (blocks, book, row_scale, bias, to, work, counters)
-        loaded(plan.kernel, x.device.index).launch(
-            some, tensors, n, plan.cluster, plan.splits, plan.teams, shared, overlap
-        )
-    return y
+        return torch.empty(0, n, dtype=x.dtype, device=x.device)
+    launch = launch_of(prepared.format, m, n, k, x.dtype, x.device, plan)
+    return products.multiply_codebook(x, prepared, bias, launch)
 
 
+@on_its_device
 def multiply_many(
-    x: Tensor,
-    prepared: Prepared,
-    bias: Tensor | None,
-    tile: Tile | None = None,
-    overlap: bool | None = None,
+    x: Tensor, prepared: Prepared, bias: Tensor | None, tile: Tile | None = None
 ) -> Tensor:
     """One launch: x (M, K), contiguous -> (M, N), of any M. tile: instead of `lookup.choose`'s."""
     (n, k), m = prepared.shape, len(x)
-    wide = whole(n)
-    y = torch.empty(m, wide, dtype=x.dtype, device=x.device)
     if not m:
-        return cut(y, n)
-    bias = offsets(bias, wide, x.dtype)
-    function, grid, best, sums = launch_of_many(prepared.format, m, n, k, x.dtype, x.device, tile)
-    _work, workspace = scalar_linear.meeting_place(sums, grid, x.device)
+        return torch.empty(0, n, dtype=x.dtype, device=x.device)
+    launches = launches_of_many(prepared.format, m, n, k, x.dtype, x.device, tile)
     blocks, row_scale, *books = prepared.layout
-    function.launch(
-        x,
-        (
-            blocks.data_ptr(),
-            row_scale.data_ptr(),
-            books[x.dtype == torch.bfloat16].data_ptr(),
-            0,
-            0,
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            0,
-        ),
-        wide,
-        grid,
-        best if overlap is None else overlap,
-        workspace=workspace,
-    )
-    return cut(y, n)
+    layout = blocks, row_scale, books[x.dtype == torch.bfloat16]
+    return products.multiply(x, None, None, layout, bias, n, x.dtype, launches)
 
 
 @lru_cache(COUNTS)
@@ -166,7 +128,7 @@ def lookup_tile(
 
 
 @lru_cache(COUNTS)
-def launch_of_many(
+def launches_of_many(
     fmt: Format,
     m: int,
     n: int,
@@ -174,17 +136,14 @@ def launch_of_many(
     dtype: torch.dtype,
     device: torch.device,
     tile: Tile | None,
-) -> tuple[GemmLauncher, int, bool, int]:
-    """The loaded kernel for a problem, its grid, whether launches should overlap, its workspace."""
-    d, chip = lookup(fmt, dtype), chip_of(device)
+) -> tuple[Launch, ...]:
+    """The launch for a problem."""
+    d = lookup(fmt, dtype)
     assert isinstance(d, LookupDecoder)
     tile = tile or lookup_tile(fmt, m, n, k, dtype, device)
     assert tile is not None
-    tile = tiles.fitted(tile, d)
-    function = scalar_linear.loaded(Kernel(d, tile, NAMES[dtype]), device.index)
-    grid = tiles.grid(tile, m, n, chip=chip)
-    early = tiles.overlaps(tile, d, m, n, chip=chip)
-    return function, grid, early, tiles.workspace(tile, m, n, grid)
+    choice = Choice(parts=(Part(tile, 0, n),))
+    return scalar_linear.launches_of(d, choice, m, k, NAMES[dtype], device)
 
 
 @lru_cache(COUNTS)
@@ -196,8 +155,8 @@ def launch_of(
     dtype: torch.dtype,
     device: torch.device,
     plan: Plan | None,
-) -> tuple[Plan, int]:
-    """The plan for a problem with its teams, and bytes of shared memory."""
+) -> CodebookLaunch:
+    """The launch of a plan, the rule's or another."""
     chip = chip_of(device)
     if plan is None:
         cells = cells_of(fmt)
@@ -207,26 +166,24 @@ def launch_of(
             raise InvalidInput(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
     kernel, cluster = plan.kernel, plan.cluster
     row_tiles, waves = -(-n // ROWS), 1
-    teams = plan.teams or max(1, min(chip.multiprocessors // (cluster * plan.splits), row_tiles))
-    while plan.teams == 0 and cluster > 1:
+    found = cast(ClusterLauncher, loaded(kernel, device.index))
+    teams = max(1, min(chip.multiprocessors // (cluster * plan.splits), row_tiles))
+    while cluster > 1:
         shared = kernel.shared(cluster, -(-row_tiles // (teams * waves)))
         if shared > MAX_SHARED:  # too many sums: fewer tiles for each cluster, one after another
             waves += 1
             continue
         # Where the driver does not tell: clusters do not fill the processor's parts.
-        resident = loaded(kernel, device.index).most_clusters(cluster, shared)
+        resident = found.most_clusters(cluster, shared)
         resident = resident or chip.multiprocessors * 7 // 8 // cluster
         resident = max(1, resident // plan.splits)
         if resident >= teams:
             break
         teams = resident
     teams = min(teams * waves, row_tiles)
-    return replace(plan, teams=teams), kernel.shared(cluster, -(-row_tiles // teams))
-
-
-@cache
-def loaded(kernel: CodebookKernel, device: int) -> CodebookLauncher:
-    """A kernel on a device."""
-    path = built(kernel)
-    with torch.cuda.device(device):
-        return CodebookLauncher(path, device)
+    splits, grid = plan.splits, teams * plan.splits * cluster
+    work = row_tiles * splits * ROWS * kernel.tokens if splits > 1 else 0
+    shared = kernel.shared(cluster, -(-row_tiles // teams))
+    return CodebookLaunch(
+        found, kernel.tokens, grid, True, cluster, splits, work, teams * cluster, shared
+    )

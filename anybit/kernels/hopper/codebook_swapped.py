@@ -12,30 +12,24 @@ import cutlass
 import cutlass.cute as cute
 
 from anybit.kernels.cute import factors
-from anybit.kernels.cute.ptx import halves_to_float, load_shared, store_shared
+from anybit.kernels.cute.ptx import halves_to_float, load_shared, mma, store_shared
+from anybit.kernels.hopper.barriers import insert_code
 from anybit.kernels.hopper.codebook import Codebook
-from anybit.kernels.hopper.codebook_tiles import MET, TABLE
-from anybit.kernels.hopper.fragments import arrive, insert_code, mma
+from anybit.kernels.hopper.codebook_tiles import TABLE
 
 
 class Swapped(Codebook):
     copied = {4: 2, 8: 4, 16: 4}
 
     @cute.jit
-    def share(self, base, acc, it, place, m):
-        """Put this warp's sums of a tile where its CTA's meet."""
-        _, _, _, _, warp, lane = place
-        g, t = lane // 4, lane % 4
-        part = base + self.sums_at + (it % 2 * self.warps + warp) * self.part
+    def leave(self, acc, part, m, g, t):
+        """Write a warp's sums."""
         for i in cutlass.range_constexpr(self.tokens // 8):
             token = i * 8 + g
             if token < m:
                 for h in cutlass.range_constexpr(2):
                     at = 4 * (i // 2 * 2 + h) + i % 2 * 2
                     store_shared(part + self.spot(8 * h + 2 * t, token), [acc[at], acc[at + 1]])
-        cute.arch.sync_warp()
-        if lane == 0:
-            arrive(base + (MET + it % 2 * 8))
 
     def spot(self, row: Any, token: Any) -> Any:
         """Where a sum lies in a part: free of bank conflicts.

@@ -6,7 +6,7 @@ from anybit.kernels.choice import Work, cycles
 from anybit.kernels.cute.cells import ROWS, Cells
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.launch import ARCHITECTURE, CodebookArguments
+from anybit.kernels.hopper.launch import ARCHITECTURE, ClusterLauncher
 from anybit.kernels.hopper.tiles import MAX_SHARED
 
 MOST_CTAS = 16  # of a cluster
@@ -40,7 +40,7 @@ class CodebookKernel:
     ctas: int = 1
 
     architecture = ARCHITECTURE
-    arguments = CodebookArguments
+    launcher = ClusterLauncher
     batch = 0  # it has no WGMMAs
     classes = ()
 
@@ -162,13 +162,11 @@ class Plan:
         kernel: What is launched.
         cluster: CTAs of a cluster, which split K.
         splits: Clusters that share K.
-        teams: Times `splits` clusters; 0 for as many as the GPU holds.
     """
 
     kernel: CodebookKernel
     cluster: int
     splits: int = 1
-    teams: int = 0
 
 
 def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) -> Plan | None:

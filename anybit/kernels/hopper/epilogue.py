@@ -48,15 +48,15 @@ class Epilogue:
             total[i] = total[i] + added * scales[i // 2 % 2]
 
     @cute.jit
-    def fetch_tokens(self, token_scale, token_sum, start, end, t):
+    def fetch_tokens(self, given, start, end, t):
         """Scale and code sum of tokens start + t, start + t + 128, ..., as 32-bit words."""
         passes = const_expr(-(-self.tokens // 128))
         out = cute.make_rmem_tensor((2, passes), Int32)
         if const_expr(self.quantized):
             scale = cute.make_tensor(
-                cute.recast_ptr(token_scale, dtype=Int32), cute.make_layout(end)
+                cute.recast_ptr(given.token_scale, dtype=Int32), cute.make_layout(end)
             )
-            sums = cute.make_tensor(token_sum, cute.make_layout(end))
+            sums = cute.make_tensor(given.token_sum, cute.make_layout(end))
             for i in cutlass.range_constexpr(passes):
                 token = cutlass.min(start + i * 128 + t, end - 1)
                 out[0, i] = scale[token]
@@ -78,14 +78,14 @@ class Epilogue:
         return table
 
     @cute.jit
-    def fetch_channels(self, row_scale, row_zero, bias, row, channel, n):
+    def fetch_channels(self, given, row, channel):
         """Scale, zero point and bias of the two channels of this thread, for each blob.
 
         Rows count over all experts, each padded to whole tiles; channels over this one's outputs.
         """
-        scale = cute.make_tensor(row_scale, cute.make_layout(row + 256))
-        zero = cute.make_tensor(row_zero, cute.make_layout(row + 256))
-        offset = cute.make_tensor(bias, cute.make_layout(n))
+        scale = cute.make_tensor(given.row_scale, cute.make_layout(row + 256))
+        zero = cute.make_tensor(given.row_zero, cute.make_layout(row + 256))
+        offset = cute.make_tensor(given.bias, cute.make_layout(given.n))
         scales = cute.make_rmem_tensor((2, self.blocks), Float32)
         zeros = cute.make_rmem_tensor((2, self.blocks), Int32)
         offsets = cute.make_rmem_tensor((2, self.blocks), Float32)
@@ -96,8 +96,8 @@ class Epilogue:
                 scales[v, i] = scale[row + further]
                 if const_expr(self.integer):
                     zeros[v, i] = zero[row + further]
-                if bias.toint() != 0:
-                    offsets[v, i] = offset[cutlass.min(channel + further, n - 1)].to(Float32)
+                if given.bias.toint() != 0:
+                    offsets[v, i] = offset[cutlass.min(channel + further, given.n - 1)].to(Float32)
         return scales, zeros, offsets
 
     @cute.jit
@@ -144,14 +144,10 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, outputs, n, channel, start, end,
+        self, acc, block: cutlass.Constexpr[int], channels, table, given, channel, start, end,
         buffer, lane,
     ):  # fmt: skip
-        """Scale, add the bias, round, and write 16 channels of every token.
-
-        outputs: y, and how far a token's outputs are from the next one's.
-        """
-        y, stride = outputs
+        """Scale, add the bias, round, and write 16 channels of every token."""
         scales, zeros, offsets = channels
         base = const_expr(block * (self.tokens // 2))
         scale_of = cute.make_tensor(
@@ -195,8 +191,8 @@ class Epilogue:
                 token = i * 16 + lane // 2
                 at = start + p * self.batch + token
                 column = channel + lane % 2 * 8
-                if token < self.batch and at < end and column < n:
-                    target = (y + (Int64(at) * stride + column)).align(16)
+                if token < self.batch and at < end and column < given.n:
+                    target = (given.y + (Int64(at) * given.stride + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)
                     cute.autovec_copy(
                         vectors[None, i], cute.make_tensor(target, cute.make_layout(4))

@@ -5,7 +5,7 @@ One producer warp keeps a ring of K tiles full: packed weights and their scales 
 decode their own A fragments and multiply them at once, so that the decoding of one warpgroup runs
 under the products of the other (LiquidGEMM's implicit fine-grained pipeline, section 5.1). A tile's
 K range may be split over the CTAs of a cluster; their sums meet in shared memory, in a fixed order.
-Or CTAs have equal shares, and sums of tiles that they share meet in memory (`shares.py`).
+Or CTAs have equal shares, and sums of tiles that they share meet in memory (`stream_k.py`).
 
 Launches may overlap the previous kernel (programmatic dependent launch): weights are fetched at
 once, and everything else after that kernel has finished. The consumers of every CTA wait for it,
@@ -13,6 +13,7 @@ with a tile or without. So a kernel ends after all before it: of two launches of
 second's end is both's, and one has counters and workspace when the other is done with them.
 """
 
+from collections import namedtuple
 from math import gcd
 from typing import Any
 
@@ -25,21 +26,35 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
+from anybit.kernels.cute.launch import GemmArguments
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
-from anybit.kernels.hopper import order
+from anybit.kernels.hopper import tile_order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
-from anybit.kernels.hopper.order import Order
 from anybit.kernels.hopper.producer import Producer
 from anybit.kernels.hopper.ptx import arrive_if
-from anybit.kernels.hopper.shares import join, share_of
+from anybit.kernels.hopper.stream_k import Share, join, share_of
 from anybit.kernels.hopper.tile import Kernel
+from anybit.kernels.hopper.tile_order import Order, Problem, Turns
 from anybit.kernels.hopper.tiles import EXPERT_WORDS
-from anybit.kernels.hopper.words import Words
+from anybit.kernels.hopper.weight_words import Words
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+
+
+# Who a thread is: its warpgroup and warp, the 16 of 128 channels that the warp finishes, its CTA in
+# the cluster, its number in the warpgroup.
+Place = namedtuple("Place", "group warp slice_of_16 rank t")
+
+
+# Registers of a warpgroup: `registers` are the words of the operand, `total` all groups' sums.
+Fragments = namedtuple("Fragments", "mma operand registers x_fragment acc total")
+
+
+# Where a warpgroup reads next: a stage, its barrier's phase, the slot of a K tile's weights.
+RingAt = namedtuple("RingAt", "stage phase slot")
 
 
 class Gemm(Order, Producer, Words, Epilogue):
@@ -55,7 +70,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         self.columns, self.slots = tile.columns, tile.slots  # of a stage; K tiles of weights
         self.parts = K_TILE // tile.columns  # stages of a K tile
         self.batches = 2 * self.blocks // self.parts  # of products of a stage
-        self.near = order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
+        self.near = tile_order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
         self.table_bytes = decoder.table_bytes
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
@@ -82,9 +97,11 @@ class Gemm(Order, Producer, Words, Epilogue):
     def compile(self) -> Compiled:
         """For sm_90a."""
         out = TYPES[self.out]
-        pointers = [(self.b, 16), (Uint8, 128), (Float32, 4), (Int32, 4), (Float32, 4), (Int32, 4),
-                    (out, 2), (out, 16), (Int32, 4), (Float32, 16), (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 6, ARCHITECTURE)
+        fp32, word = (Float32, 4), (Int32, 4)
+        pointers = {"x": (self.b, 16), "w": (Uint8, 128), "row_scale": fp32, "row_zero": word,
+                    "token_scale": fp32, "token_sum": word, "bias": (out, 2), "y": (out, 16),
+                    "starts": word, "work": (Float32, 16), "counters": word}  # fmt: skip
+        return compile_program(self, GemmArguments, pointers, ARCHITECTURE)
 
     def mma_op(self) -> Any:
         shape = (64, self.piece, self.k_mma)
@@ -96,29 +113,10 @@ class Gemm(Order, Producer, Words, Epilogue):
         return warpgroup.MmaF16BF16Op(self.a, Float32, shape, *where)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        row_scale: cute.Pointer,
-        zero_or_book: cute.Pointer,
-        token_scale: cute.Pointer,
-        token_sum: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        starts: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        stride: Int32,
-        k: Int32,
-        experts: Int32,
-        grid: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, given: GemmArguments, grid: Int32, stream: cuda.CUstream):
+        m, k = given.m, given.k
         k_known = cute.assume(k, 128 // self.b.width)  # rows of whole 16 bytes
-        x_all = cute.make_tensor(x, cute.make_layout((m, k_known), stride=(k_known, 1)))
+        x_all = cute.make_tensor(given.x, cute.make_layout((m, k_known), stride=(k_known, 1)))
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.b)
         shape = self.tokens, self.columns, self.stages
         x_layout = cute.tile_to_shape(atom, shape, order=(0, 1, 2))
@@ -146,10 +144,7 @@ class Gemm(Order, Producer, Words, Epilogue):
             starts: cute.struct.MemRange[Int32, EXPERT_WORDS if self.grouped else 1]
 
         self.shared = Shared
-        self.kernel(
-            x_copy, x_tma, w, row_scale, zero_or_book, token_scale, token_sum, bias, y, starts,
-            work, counters, m, n, stride, k, experts, mma, x_layout,
-        ).launch(
+        self.kernel(x_copy, x_tma, given._replace(x=None), mma, x_layout).launch(
             grid=(grid, 1, 1),
             block=(self.tile.threads, 1, 1),
             cluster=(self.split, 1, 1) if self.split > 1 else None,
@@ -157,28 +152,14 @@ class Gemm(Order, Producer, Words, Epilogue):
             preferred_smem_carveout=100,  # given, or the DSL asks the driver
             use_pdl=True,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
         self,
         x_copy: cute.CopyAtom,
         x_tma: cute.Tensor,
-        w: cute.Pointer,
-        row_scale: cute.Pointer,
-        zero_or_book: cute.Pointer,
-        token_scale: cute.Pointer,
-        token_sum: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        starts: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        stride: Int32,
-        k: Int32,
-        experts: Int32,
+        given: GemmArguments,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
     ):
@@ -202,58 +183,50 @@ class Gemm(Order, Producer, Words, Epilogue):
         cute.arch.griddepcontrol_launch_dependents()
 
         # A CTA takes every so many tiles, or a list of units; or a cluster splits a tile along K.
-        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         table = cute.make_tensor(shared.starts.data_ptr(), cute.make_layout(EXPERT_WORDS))
-        m_tiles, spans = (m + (self.tokens - 1)) // self.tokens, (table, starts, experts)
+        m_tiles = (given.m + (self.tokens - 1)) // self.tokens
         if const_expr(self.grouped):
             cute.arch.griddepcontrol_wait()
-            m_tiles = self.count_tiles(starts, table, experts, thread)
+            m_tiles = self.count_tiles(given.starts, table, given.experts, thread)
         # What does not change from tile to tile.
         rows = const_expr(self.tile.rows)
-        n_tiles, expert_tiles = (n + (rows - 1)) // rows, (n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE
-        problem = (spans, m, n, m_tiles, n_tiles, expert_tiles)
+        n_tiles = (given.n + (rows - 1)) // rows
+        expert_tiles = (given.n + (ROW_MULTIPLE - 1)) // ROW_MULTIPLE
+        problem = Problem(given, table, k_tiles, m_tiles, n_tiles, expert_tiles)
         rank, first, last = cta % self.split, cta // self.split, n_tiles * m_tiles
-        share = (cta, ctas)
+        share = Share(cta, ctas)
         if const_expr(self.split > 1):
             k_first = k_tiles * rank // self.split
             k_last = k_tiles * (rank + 1) // self.split
         else:
             k_first, k_last = Int32(0), k_tiles
-        if const_expr(self.tile.shared):
+        if const_expr(self.tile.stream_k):
             share, last = share_of(cta, ctas, n_tiles * m_tiles, k_tiles)
             first = Int32(0)
-        turns = (first, last, share, k_first, k_last)
+        turns = Turns(first, last, share, k_first, k_last)
 
         if warp >= 8:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 8:
-                self.produce(
-                    x_copy, x_tma, s_x, w, shared.w.data_ptr().toint(), full, empty,
-                    problem, k_tiles, turns,
-                )  # fmt: skip
-            if const_expr(self.split > 1):  # noqa: SIM102 - as in `exchange`, known now
-                if first < n_tiles * m_tiles:  # experts may have fewer tiles than clusters
-                    self.meet()
-                    self.meet()
+                s_w = shared.w.data_ptr().toint()
+                self.produce(x_copy, x_tma, s_x, s_w, full, empty, problem, turns)
+            if const_expr(self.split > 1):  # as in `exchange`
+                self.meet()
+                self.meet()
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.begin(shared, zero_or_book, thread)
+            self.begin(shared, given.row_zero, thread)
             cute.arch.griddepcontrol_wait()
-            self.consume(
-                mma, s_x, shared, row_scale, zero_or_book, token_scale, token_sum, bias,
-                (y, stride), (work, counters), problem, turns, rank, thread,
-            )  # fmt: skip
+            self.consume(mma, s_x, shared, problem, turns, rank, thread)
 
     def begin(self, shared: Any, book: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
 
     @cute.jit
-    def consume(
-        self, mma, s_x, shared, row_scale, row_zero, token_scale, token_sum, bias, outputs,
-        workspace, problem, turns, rank, thread,
-    ):  # fmt: skip
+    def consume(self, mma, s_x, shared, problem, turns, rank, thread):
         """Two warpgroups: 64 rows each of every 128, all tokens of the tile."""
         group = cute.arch.make_warp_uniform(thread // 128)
         t = thread % 128
@@ -271,48 +244,44 @@ class Gemm(Order, Producer, Words, Epilogue):
         slice_of_16 = warp  # the 16 channels of every 128 that this warp finishes
         if const_expr(self.split > 1):
             slice_of_16 = cutlass.min(rank * self.finishers + warp % self.finishers, Int32(7))
-        place = (group, warp, slice_of_16, rank, t)
-        tensors = (row_scale, row_zero, token_scale, token_sum, bias, outputs, workspace)
-        fragments = (mma, operand, registers, x_fragment, acc, total)
-        ring = (Int32(0), Int32(0), Int32(0))
-        at, last = turns[0], turns[1]
+        place = Place(group, warp, slice_of_16, rank, t)
+        fragments = Fragments(mma, operand, registers, x_fragment, acc, total)
+        ring = RingAt(Int32(0), Int32(0), Int32(0))
+        at, last = turns.first, turns.last
         if const_expr(self.split > 1):
-            if at < last:
-                self.multiply(fragments, shared, tensors, problem, at, turns, ring, place)
+            self.multiply(fragments, shared, problem, at, turns, ring, place)
         else:
             if const_expr(self.tile.late) and at < last:  # noqa: SIM102
-                if (group == 1) & (self.turn(at, turns)[3] < last):
+                if (group == 1) & (self.turn(at, turns).after < last):
                     cute.arch.mbarrier_wait(shared.ahead.data_ptr(), 0)
             while at < last:
-                ring, at = self.multiply(
-                    fragments, shared, tensors, problem, at, turns, ring, place
-                )
+                ring, at = self.multiply(fragments, shared, problem, at, turns, ring, place)
 
     @cute.jit
-    def multiply(self, fragments, shared, tensors, problem, at, turns, ring, place):
+    def multiply(self, fragments, shared, problem, at, turns, ring, place):
         """One tile: a range of K, other CTAs' sums, the epilogue.
 
         Returns the ring's state and the next turn.
         """
         mma, operand, registers, x_fragment, acc, total = fragments
-        row_scale, row_zero, token_scale, token_sum, bias, outputs, workspace = tensors
+        given = problem.given
         tile, k_first, k_last, after = self.turn(at, turns)
         group, warp, slice_of_16, rank, t = place
         full, empty = shared.full.data_ptr(), shared.empty.data_ptr()
         rows = self.tile.rows
-        n, expert_rows = problem[2], problem[5] * ROW_MULTIPLE
+        expert_rows = problem.expert_tiles * ROW_MULTIPLE
         row_tile, _, expert, start, end = self.locate(tile, problem)
         # What the epilogue needs is fetched here: its latency hides under the main loop.
-        tokens = self.fetch_tokens(token_scale, token_sum, start, end, t)
+        tokens = self.fetch_tokens(given, start, end, t)
         channel = row_tile * rows + slice_of_16 * 16 + t % 32 // 4
         row = expert * expert_rows + channel
-        channels = self.fetch_channels(row_scale, row_zero, bias, row, channel, n)
+        channels = self.fetch_channels(given, row, channel)
         total.fill(0)
         stage, phase, slot = ring
         older, previous, k = Int32(0), Int32(0), k_first
         if const_expr(self.tile.late):  # the K tile at which the other warpgroup may begin
             ahead = Int32(-1)
-            if (group == 0) & (at == turns[0]):
+            if (group == 0) & (at == turns.first):
                 ahead = cutlass.min(k_first + self.tile.lag, k_last) - 1
         while k < k_last:
             for batch in cutlass.range_constexpr(2 * self.blocks):
@@ -367,22 +336,22 @@ class Gemm(Order, Producer, Words, Epilogue):
         if const_expr(self.split > 1):
             self.exchange(acc, shared, warp, rank, t % 32)
             finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
-        if const_expr(self.tile.shared):
+        if const_expr(self.tile.stream_k):
             finishes = join(
-                acc, self.acc, self.joined, workspace[0].toint(), workspace[1].toint(),
-                8, warp, turns[2], tile, k_first, k_last, t % 32,
+                acc, self.acc, self.joined, given.work.toint(), given.counters.toint(),
+                8, warp, turns.share, tile, k_first, k_last, t % 32,
             ) > 0  # fmt: skip
         if const_expr(self.grouped and self.tile.wide):  # again: the loop has no registers left
             row_tile, _, expert, start, end = self.locate(tile, problem)
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
-                    acc, i, channels, table, outputs, n,
+                    acc, i, channels, table, given,
                     row_tile * rows + i * ROWS + slice_of_16 * 16, start, end,
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
-        return (stage, phase, slot), after
+        return RingAt(stage, phase, slot), after
 
     def next_group(self, mma: Any, step: int, acc: Any, total: Any, grid: Any) -> None:
         """Before WGMMA `step` of a K tile: where a group begins, its sums do, too."""

@@ -1,14 +1,16 @@
-"""What the Hopper kernels are launched with: their parameters, and tensor maps of tokens."""
+"""How the Hopper kernels are launched: tensor maps of tokens, and clusters of any size."""
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import c_int, c_int32, c_ubyte, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from anybit.kernels.cute.driver import CARVEOUT, LARGE_CLUSTERS, Launcher, address_of, call
+from anybit.kernels.cute.driver import LARGE_CLUSTERS, Frame, Launcher, address_of, call
+from anybit.kernels.cute.launch import CodebookLauncher, GemmArguments, structure
 
 ARCHITECTURE = "sm_90a"
 # CUtensorMapDataType, bytes of an element.
@@ -20,108 +22,42 @@ MAP_TYPES = {
 }
 
 
-class GemmArguments(ctypes.Structure):
-    """The parameters of every kernel of `gemm.py`.
-
-    zero_or_book: zero points of rows; for look-ups, the codebook. stride: from a token's outputs to
-    the next token's, of which these n may be some.
-    """
+class GemmStructure(ctypes.Structure):
+    """`GemmArguments`, with a map of the tokens in the place of their address."""
 
     _fields_ = [
         ("x_map", c_ubyte * 128),
         ("x_shape", c_int32 * 2),  # m, k
-        ("w", c_uint64),
-        ("row_scale", c_uint64),
-        ("zero_or_book", c_uint64),
-        ("token_scale", c_uint64),
-        ("token_sum", c_uint64),
-        ("bias", c_uint64),
-        ("y", c_uint64),
-        ("starts", c_uint64),
-        ("work", c_uint64),
-        ("counters", c_uint64),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("stride", c_int32),
-        ("k", c_int32),
-        ("experts", c_int32),
+        *structure(GemmArguments)._fields_[1:],
         ("accumulate", c_ubyte),
-    ]
-
-
-class CodebookArguments(ctypes.Structure):
-    """The parameters of every kernel of `ring.py`; splits: clusters that share K."""
-
-    _fields_ = [
-        ("x", c_uint64),
-        ("w", c_uint64),
-        ("book", c_uint64),
-        ("row_scale", c_uint64),
-        ("bias", c_uint64),
-        ("y", c_uint64),
-        ("work", c_uint64),
-        ("counters", c_uint64),
-        ("m", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("cluster", c_int32),
-        ("splits", c_int32),
-        ("early", c_int32),
     ]
 
 
 class GemmLauncher(Launcher):
     """A kernel of `gemm.py`."""
 
-    arguments = GemmArguments
+    arguments = GemmStructure
 
     def __init__(self, path: Path, device: int):
         super().__init__(path, device)
         self.box: int = self.meta["box"]  # tokens that one copy instruction brings
+        self.names = self.names[2:-1]
 
-    def launch(
-        self,
-        x: Tensor,
-        pointers: tuple[int, int, int, int, int, int, int, int],
-        n: int,
-        grid: int,
-        overlap: bool = True,
-        experts: int = 1,
-        workspace: tuple[int, int] = (0, 0),
-        stride: int = 0,
-    ) -> None:
-        """Launch on the current stream of x's device.
-
-        pointers: w, row_scale, zero_or_book, token_scale, token_sum, bias, y and starts, 0 for
-        none. overlap: begin before the previous kernel of the stream has finished. workspace: of
-        tiles that CTAs share, and counters (see `shares.py`). stride: of y, a multiple of 8 like n;
-        0 for n.
-        """
-        frame = self.frame()
-        a = frame.arguments
+    def fill(self, frame: Frame, values: Mapping[str, Any]) -> None:
+        super().fill(frame, values)
+        a, x = frame.arguments, values["x"]
         m, k = x.shape
-        ctypes.memmove(a.x_map, tensor_map(x.data_ptr(), m, k, x.dtype, self.box), 128)
-        a.x_shape[0] = a.m = m
-        a.x_shape[1] = a.k = k
-        a.n, a.stride = n, stride or n
-        (
-            a.w, a.row_scale, a.zero_or_book, a.token_scale, a.token_sum, a.bias, a.y, a.starts,
-        ) = pointers  # fmt: skip
-        a.work, a.counters = workspace
-        a.experts = experts
-        a.accumulate = 1
-        frame.start(grid, overlap, x.device.index)
+        ctypes.memmove(a.x_map, tensor_map(address_of(x), m, k, x.dtype, self.box), 128)
+        a.x_shape[0], a.x_shape[1], a.accumulate = m, k, 1
 
 
-class CodebookLauncher(Launcher):
-    """A kernel of `ring.py`."""
+class ClusterLauncher(CodebookLauncher):
+    """A kernel of `codebook_ring.py`; clusters of any size, and `shared` bytes of shared memory."""
 
-    arguments = CodebookArguments
+    settings = (*CodebookLauncher.settings, (LARGE_CLUSTERS, 1))
 
     def __init__(self, path: Path, device: int):
         super().__init__(path, device)
-        for attribute, value in ((CARVEOUT, 100), (LARGE_CLUSTERS, 1)):
-            call("cuKernelSetAttribute", attribute, value, self.kernel, device)
         self.most_clusters = cache(self._most_clusters)
 
     def _most_clusters(self, cluster: int, shared: int) -> int:
@@ -140,33 +76,10 @@ class CodebookLauncher(Launcher):
             return 0
         return count.value
 
-    def launch(
-        self,
-        x: Tensor,
-        tensors: tuple[Tensor | int | None, ...],
-        n: int,
-        cluster: int,
-        splits: int,
-        teams: int,
-        shared: int,
-        overlap: bool = True,
-    ) -> None:
-        """Launch `teams` times `splits` clusters on the current stream of x's device.
-
-        tensors: w, codebook, row_scale, bias, y, and what clusters that share K want: a workspace
-        and the address of counters; None for none. shared: bytes of shared memory.
-        """
-        frame = self.frame()
-        a = frame.arguments
-        a.x = x.data_ptr()
-        (
-            a.w, a.book, a.row_scale, a.bias, a.y, a.work, a.counters,
-        ) = map(address_of, tensors)  # fmt: skip
-        a.m, a.k = x.shape
-        a.n, a.cluster, a.splits, a.early = n, cluster, splits, overlap
-        frame.set_cluster(cluster)
-        frame.config.shared = shared
-        frame.start(teams * splits * cluster, overlap, x.device.index)
+    def fill(self, frame: Frame, values: Mapping[str, Any]) -> None:
+        super().fill(frame, values)
+        frame.set_cluster(values["cluster"])
+        frame.config.shared = values["shared"]
 
 
 @lru_cache(4096)

@@ -109,11 +109,11 @@ def candidates(d: LookupDecoder) -> tuple[Tile, ...]:
     """
     every = [Tile(t, split=s) for t in (32, 64) for s in (2, 4, 6)]
     every += [Tile(128), Tile(128, split=2)]
-    every += [Tile(tokens, shared=True) for tokens in (32, 64)]
+    every += [Tile(tokens, stream_k=True) for tokens in (32, 64)]
     if d.cells.m < 4:
-        every += [Tile(128, shared=True)]
+        every += [Tile(128, stream_k=True)]
     if d.groups <= 4:
-        every += [Tile(256), Tile(256, shared=True), WideTile(192, shared=True)]
+        every += [Tile(256), Tile(256, stream_k=True), WideTile(192, stream_k=True)]
     every = [staged(tile, d) for tile in every]
     return tuple(tile for tile in every if tile.stages * tile.columns >= 2 * K_TILE)
 

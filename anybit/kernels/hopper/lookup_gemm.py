@@ -19,14 +19,14 @@ from anybit.kernels.cute.ptx import (
     load_shared,
     store_shared,
 )
-from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
-from anybit.kernels.hopper.fragments import (
+from anybit.kernels.hopper.barriers import (
     add_code,
     arrive_after_copies,
     copy_async,
     insert_code,
     load_bytes,
 )
+from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
 from anybit.kernels.hopper.gemm import Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
 from anybit.kernels.hopper.ptx import bulk_prefetch

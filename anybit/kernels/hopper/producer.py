@@ -28,9 +28,10 @@ class Producer:
     tokens_first = False  # whether many small copies of weights would hold the tokens' back
 
     @cute.jit
-    def produce(self, x_copy, x_tma, s_x, w, s_w, full, empty, problem, k_tiles, turns):
+    def produce(self, x_copy, x_tma, s_x, s_w, full, empty, problem, turns):
         """Fill the ring. Weights of the first stages do not wait for the previous kernel."""
-        at, last, size = turns[0], turns[1], const_expr(self.blob * self.blocks)
+        w, k_tiles = problem.given.w, problem.k_tiles
+        at, last, size = turns.first, turns.last, const_expr(self.blob * self.blocks)
         early = Int32(0)
         if at < last:
             tile, k_first, k_last, _ = self.turn(at, turns)

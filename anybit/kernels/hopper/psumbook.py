@@ -26,33 +26,34 @@ from cutlass.cutlass_dsl import select_
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, ROWS, VECTORS
 from anybit.kernels.cute.last import arrives_last
+from anybit.kernels.cute.launch import CodebookArguments
 from anybit.kernels.cute.ptx import (
     half2,
     halves_to_float,
     load_global,
     load_l2,
     load_shared,
+    mma,
     pack2,
     store_global,
     store_half,
     store_shared,
 )
-from anybit.kernels.hopper.codebook_tiles import MET, TABLE, WINDOW, CodebookKernel
-from anybit.kernels.hopper.fragments import (
+from anybit.kernels.hopper.barriers import (
     arrive_and_expect,
     init_barrier,
     insert_code,
-    mma,
     send,
     swap_lanes,
     wait_barrier,
 )
-from anybit.kernels.hopper.ring import Program
+from anybit.kernels.hopper.codebook_ring import Next, Ring
+from anybit.kernels.hopper.codebook_tiles import MET, TABLE, WINDOW, CodebookKernel
 
 ONE = {"float16": 0x3C00, "bfloat16": 0x3F80}
 
 
-class Psumbook(Program):
+class Psumbook(Ring):
     def __init__(self, kernel: CodebookKernel):
         super().__init__(kernel)
         self.spans = 16 // kernel.warps  # times 16 entries that a warp computes of every table
@@ -61,23 +62,7 @@ class Psumbook(Program):
         self.registers = 2 if self.cells.v == 16 else 1  # of B for 8 vectors
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        book: cute.Pointer,
-        row_scale: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        cluster: Int32,
-        splits: Int32,
-        early: Int32,
-    ):
+    def kernel(self, given: CodebookArguments):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -93,6 +78,7 @@ class Psumbook(Program):
         sums = base + (self.spec.sums_at - WINDOW)
 
         # This CTA's chunks, its cluster's row tiles, this warp's tiles among them.
+        n, k, cluster, splits, early = given.n, given.k, given.cluster, given.splits, given.early
         rank, part, team = cta % cluster, cta // cluster % splits, cta // cluster // splits
         worker, workers, teams = part * cluster + rank, cluster * splits, ctas // cluster // splits
         blocks = (k + (self.cells.columns - 1)) // self.cells.columns
@@ -113,27 +99,23 @@ class Psumbook(Program):
         cute.arch.mbarrier_init_fence()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_launch_dependents()
-        source = self.source(w, tile + warp, self.warps, blocks, first, chunks)
-        address, chunk, left = source[0], Int32(0), mine * chunks
+        source = self.source(given.w, tile + warp, self.warps, blocks, first, chunks)
+        ahead = Next(source.address, Int32(0), mine * chunks)
         self.open_ring(barriers, lane)
-        centroids = self.load_centroids(book, warp, g, t)
+        centroids = self.load_centroids(given.book, warp, g, t)
         if early > 0:  # more of it would only delay x
-            address, chunk, left = self.refill(
-                source, ring, barriers, Int32(0), lane, address, chunk, left
-            )
+            ahead = self.refill(source, ring, barriers, Int32(0), lane, ahead)
         cute.arch.griddepcontrol_wait()
 
         last = cutlass.min(blocks, (first + chunks) * self.spec.blocks)
-        vectors = self.load_x(x, first, last, m, k, t, g)
+        vectors = self.load_x(given.x, first, last, given.m, k, t, g)
         for slot in cutlass.range_constexpr(self.stages):
             if early <= slot:
-                address, chunk, left = self.refill(
-                    source, ring, barriers, Int32(slot), lane, address, chunk, left
-                )
+                ahead = self.refill(source, ring, barriers, Int32(slot), lane, ahead)
         # The epilogue's numbers for this thread's first output: their latency hides here.
         outputs = const_expr(ROWS * self.tokens)
-        factor, offset = self.fetch_row(row_scale, bias, tile + rank + thread // outputs * cluster,
-                                        thread % ROWS, n)  # fmt: skip
+        of_first = tile + rank + thread // outputs * cluster
+        factor, offset = self.fetch_row(given, of_first, thread % ROWS)
         self.build(centroids, vectors, table, warp, g, t)
         cute.arch.sync_threads()
         cute.arch.cluster_wait()  # the others run: their memory may be written to
@@ -152,10 +134,8 @@ class Psumbook(Program):
                     slot = ring + stage * self.spec.chunk_bytes
                     words = self.read(slot, lane, g, t)
                     cute.arch.sync_warp()
-                    address, chunk, left = self.refill(
-                        source, ring, barriers, stage, lane, address, chunk, left,
-                        self.read_all(words),
-                    )  # fmt: skip
+                    read = self.read_all(words)
+                    ahead = self.refill(source, ring, barriers, stage, lane, ahead, read)
                     missing = (first + j) * self.spec.blocks - last
                     self.sum_up(words, acc, lookup, picks, missing, j)
                     stage += 1
@@ -188,43 +168,42 @@ class Psumbook(Program):
             index, place = at // outputs, at % outputs
             tile_of = tile + rank + index * cluster
             if at >= self.spec.threads:
-                factor, offset = self.fetch_row(row_scale, bias, tile_of, place % ROWS, n)
+                factor, offset = self.fetch_row(given, tile_of, place % ROWS)
             total = Float32(0.0)
             for other in cutlass.range(cluster, unroll=4):
                 one = sums + ((index * cluster + other) * outputs + place) * 4
                 total += load_shared(one, 1, 0, True, Float32)[0]
             if splits > 1:
                 line = Int64(tile_of * splits + part) * outputs + place
-                store_global(Int64(work.toint()) + line * 4, [total])
+                store_global(given.work.toint() + line * 4, [total])
             else:
-                self.store(total * factor + offset, tile_of, place, y, m, n)
+                self.store(total * factor + offset, tile_of, place, given)
             at += self.spec.threads
         if splits > 1:
-            counter = counters.toint() + Int64(team * cluster + rank) * 4
-            self.join(sums, counter, (tile + rank, cluster, own, splits), row_scale, bias, y, work,
-                      m, n, thread)  # fmt: skip
+            counter = given.counters.toint() + Int64(team * cluster + rank) * 4
+            self.join(sums, counter, given, tile + rank, own, thread)
 
     @cute.jit
-    def join(self, flag, counter, place_of, row_scale, bias, y, work, m, n, thread):
+    def join(self, flag, counter, given, first, own, thread):
         """If this CTA is the last of those that share its tiles: add up their sums, in order."""
-        first, cluster, own, splits = place_of
+        cluster, splits = given.cluster, given.splits
         outputs = const_expr(ROWS * self.tokens)
         if arrives_last(flag, counter, splits, thread):
             for at in cutlass.range(thread, own, self.spec.threads, unroll=1):
                 tile, place = first + at // outputs * cluster, at % outputs
-                line = Int64(work.toint()) + (Int64(tile * splits) * outputs + place) * 4
+                line = given.work.toint() + (Int64(tile * splits) * outputs + place) * 4
                 total = Float32(0.0)
                 for part in cutlass.range(splits, unroll=4):
                     total += load_l2(line + part * (outputs * 4), 1, Float32)[0]
-                factor, offset = self.fetch_row(row_scale, bias, tile, place % ROWS, n)
-                self.store(total * factor + offset, tile, place, y, m, n)
+                factor, offset = self.fetch_row(given, tile, place % ROWS)
+                self.store(total * factor + offset, tile, place, given)
 
     @cute.jit
-    def store(self, total, tile, place, y, m, n):
+    def store(self, total, tile, place, given):
         """One output."""
         row, token = tile * ROWS + place % ROWS, place // ROWS
-        if row < n and token < m:
-            to = Int64(y.toint()) + (Int64(token) * n + row) * 2
+        if row < given.n and token < given.m:
+            to = given.y.toint() + (Int64(token) * given.n + row) * 2
             store_half(to, total, self.dtype)
 
     def halve(self, values: list, lane: Any, mask: int) -> list:

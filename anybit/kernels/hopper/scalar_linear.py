@@ -1,7 +1,7 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Iterator
-from functools import cache, lru_cache
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.kernels.backend import COUNTS, Activations, LayerSpec, Prepared
-from anybit.kernels.cute.counters import zeros
+from anybit.kernels.cute import products
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.cute.jit import KernelSpec, built, missing_kernels
+from anybit.kernels.cute.jit import KernelSpec, missing_kernels
+from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import (
     NAMES,
-    cut,
     decoder_for,
     offsets,
     operand_of,
@@ -25,54 +25,31 @@ from anybit.kernels.cute.operands import prepare as prepare  # these three of th
 from anybit.kernels.cute.operands import prepare_experts as prepare_experts
 from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.products import Launch, on_its_device
 from anybit.kernels.hopper import choices, tiles
-from anybit.kernels.hopper.chip import H200, Chip, chip_of
+from anybit.kernels.hopper.chip import Chip, chip_of
 from anybit.kernels.hopper.choices import Choice, Part
 from anybit.kernels.hopper.expert_tiles import (
     choose_experts,
     family_few,
     family_grouped,
 )
-from anybit.kernels.hopper.launch import GemmLauncher
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear as mma
 from anybit.kernels.mma import tiles as mma_tiles
-
-
-class Own(NamedTuple):
-    """A launch of this family, for all rows of a weight or for some.
-
-    Attributes:
-        function: the loaded kernel.
-        first: the row where it begins, a multiple of 256.
-        rows: what it writes of each token, a multiple of 8.
-        skipped: bytes of the weight before that row.
-        grid: CTAs.
-        overlap: whether it should begin before the kernel before it has ended.
-        shared: numbers of the workspace.
-    """
-
-    function: GemmLauncher
-    first: int
-    rows: int
-    skipped: int
-    grid: int
-    overlap: bool
-    shared: int
 
 
 class Way(NamedTuple):
     """How a problem is multiplied.
 
     Attributes:
-        mma: the kernel of `kernels/mma` that does it, and its grid; None: another does.
-        copy: the kernel that decodes the weight first; None: nothing does.
-        own: this family's launches; none where `mma` or, after a copy, the library multiplies.
+        launches: Of this family, or of `kernels/mma`; none where, after a copy, the library
+            multiplies.
+        copy: The kernel that decodes the weight first; None: nothing does.
     """
 
-    mma: tuple[mma_tiles.Kernel, int] | None = None
+    launches: tuple[Launch, ...] = ()
     copy: mma_tiles.Kernel | None = None
-    own: tuple[Own, ...] = ()
 
 
 def refuse_kernels(layer: LayerSpec) -> str | None:
@@ -85,34 +62,31 @@ def kernels_of(layer: LayerSpec) -> Iterator[KernelSpec]:
     decoders = {decoder(layer.format, operand_of(layer.activation, dtype)) for dtype in operands}
     for d in decoders:
         assert not isinstance(d, str)
-        outs = [d.operand] if layer.activation is None else list(NAMES.values())
-        yield from (Kernel(d, t, o) for t in tiles.family(d) for o in outs)
-        yield from (Kernel(d, t, o, grouped=True) for t in family_grouped(d) for o in outs)
-        yield from copy_kernels(d, outs) + small_kernels(d, outs, chip_of(layer.device))
-        n, gpu = layer.shape[0], mma_tiles.gpu_of(layer.device)
-        for m in (1, mma_tiles.NARROW) if tiles.has_mma(d) else ():
-            few = (mma_tiles.kernel_for(d, gpu, m, n, o) for o in outs)
-            yield from (kernel for kernel in few if kernel)
+        yield from kernels_for(d, layer.activation, chip_of(layer.device), [layer.shape[0]])
 
 
-def copy_kernels(d: Decoder, outputs: list[str]) -> list[KernelSpec]:
-    """What decodes a weight once, where that may be faster, and multiplies bytes."""
-    if not tiles.may_copy(d):
-        return []
-    products = choices.copied_tiles() if d.slot == 8 else []
-    return [copy_kernel(d), *(Kernel(choices.BYTES, t, o) for t in products for o in outputs)]
+def kernels_for(
+    d: Decoder, activation: str | None, chip: Chip, rows: Iterable[int]
+) -> Iterator[KernelSpec]:
+    """All kernels of a decoder, for any number of tokens and these numbers of rows."""
+    gpu, copied = tiles.gpu_for(chip), tiles.may_copy(d)
+    if copied:
+        yield copy_kernel(d)
+    of_bytes = choices.copied_tiles() if copied and d.slot == 8 else ()  # after a copy in bytes
+    few = [*family_few(d, chip)]
+    if tiles.has_mma(d):
+        narrow = (mma_tiles.choose(d, gpu, m, n) for m in (1, mma_tiles.NARROW) for n in rows)
+        few += [tile for tile in narrow if tile] + [*mma_tiles.family_small(d, gpu)]
+    for out in [d.operand] if activation is None else NAMES.values():
+        yield from (Kernel(choices.BYTES, tile, out) for tile in of_bytes)
+        yield from (Kernel(d, tile, out) for tile in tiles.family(d))
+        yield from (Kernel(d, tile, out, grouped=True) for tile in family_grouped(d))
+        found = (mma_tiles.kernel_of(d, gpu, tile, out) for tile in few)
+        yield from (kernel for kernel in found if kernel)
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
-
-
-def small_kernels(d: Decoder, outputs: list[str], chip: Chip = H200) -> list[KernelSpec]:
-    """Of `kernels/mma`: for experts with few tokens, and for 17 to 64 tokens."""
-    gpu, every = tiles.gpu_for(chip), [*family_few(d, chip)]
-    every += mma_tiles.family_small(d, gpu) if tiles.has_mma(d) else []
-    found = [mma_tiles.kernel_of(d, gpu, tile, o) for tile in every for o in outputs]
-    return [kernel for kernel in found if kernel]
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -125,6 +99,7 @@ def linear_experts(x: Tensor | Activations, starts: Tensor, prepared: Prepared) 
     return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
 
 
+@on_its_device
 def multiply(
     x: Tensor,
     scale: Tensor | None,
@@ -133,59 +108,33 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
     tile: Tile | None = None,
-    overlap: bool | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """One launch, or two: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
+    """x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
 
-    scale (M,) fp32 and sums (M,) int32 belong to quantized activations. tile: instead of the
-    table's. overlap: programmatic dependent launch, or not; None leaves it to `tiles.overlaps`.
-    starts (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the weights
-    of expert e; `prepared` is `prepare_experts`'s then, and there is no bias.
+    Args:
+        x: Contiguous.
+        scale: (M,) fp32, and `sums` (M,) int32: of quantized activations.
+        prepared: By `operands.prepare`.
+        bias: (N,), or None.
+        dtype: Of y.
+        tile: Instead of the rule's.
+        starts: (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the
+            weights of expert e. `prepared` is `operands.prepare_experts`'s then; there is no bias.
     """
-    m, (n, k), device = x.shape[0], prepared.shape, x.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return multiply(x, scale, sums, prepared, bias, dtype, tile, overlap, starts)
+    m, (n, k) = x.shape[0], prepared.shape
     if not m:
-        return torch.empty(0, n, dtype=dtype, device=device)
-    experts = 0 if starts is None else len(starts) - 1
-    way = chosen(
-        prepared.format, prepared.activation, x.dtype, m, n, k, dtype, device, tile, experts
-    )
-    if way.mma:
-        return mma.multiply(x, scale, sums, prepared, bias, dtype, *way.mma, starts)
-    if not way.own:
+        return torch.empty(0, n, dtype=dtype, device=x.device)
+    experts, fmt = 0 if starts is None else len(starts) - 1, prepared.format
+    way = chosen(fmt, prepared.activation, x.dtype, m, n, k, dtype, x.device, tile, experts)
+    if not way.launches:
         assert way.copy is not None
         return multiply_decoded(x, way.copy, prepared, offsets(bias, n, dtype))
-    blobs, row_scale, row_zero = prepared.layout
+    w, *of_rows = prepared.layout
     if way.copy:
-        blobs = mma.decoded(x, way.copy, prepared)
-    wide = whole(n)
-    y = torch.empty(m, wide, dtype=dtype, device=device)
-    bias = offsets(bias, wide, dtype)
-    for function, first, rows, skipped, grid, best, shared in way.own:
-        _work, workspace = meeting_place(shared, grid, device)
-        function.launch(
-            x,
-            (
-                blobs.data_ptr() + skipped,
-                row_scale.data_ptr() + 4 * first,
-                row_zero.data_ptr() + 4 * first,
-                0 if scale is None else scale.data_ptr(),
-                0 if sums is None else sums.data_ptr(),
-                0 if bias is None else bias.data_ptr() + 2 * first,
-                y.data_ptr() + 2 * first,
-                0 if starts is None else starts.data_ptr(),
-            ),
-            rows,
-            grid,
-            best if overlap is None else overlap,
-            experts,
-            workspace,
-            wide,
-        )
-    return cut(y, n)
+        w = mma.decoded(x, way.copy, prepared)
+    layout = w, *of_rows
+    return products.multiply(x, scale, sums, layout, bias, n, dtype, way.launches, starts)
 
 
 def multiply_decoded(
@@ -206,19 +155,6 @@ def multiply_decoded(
         else:
             torch.addmm(bias[start:end], x, w, out=out)
     return y
-
-
-def meeting_place(
-    numbers: int, grid: int, device: torch.device
-) -> tuple[Tensor | None, tuple[int, int]]:
-    """Where sums of `shares.py` meet, to be kept for the launch; its address and the counters'.
-
-    Fewer tiles are shared than there are CTAs, and each of a tile's eight warps counts.
-    """
-    if not numbers:
-        return None, (0, 0)
-    work = torch.empty(numbers, dtype=torch.float32, device=device)
-    return work, (work.data_ptr(), zeros(8 * grid, device))
 
 
 @lru_cache(COUNTS)
@@ -247,32 +183,25 @@ def chosen(
     if choice.few:
         kernel = mma_tiles.kernel_of(d, gpu, choice.few, output)
         assert kernel is not None
-        return Way((kernel, mma_tiles.grid(choice.few, gpu, m, n, k, experts)))
+        return Way((mma.launch_of(kernel, gpu, device, m, n, k, experts),))
     copy = copy_kernel(d) if choice.copy else None
     if copy:
         d = choices.BYTES
-    return Way(copy=copy, own=own_launches(d, choice, m, k, output, device, experts))
+    return Way(launches_of(d, choice, m, k, output, device, experts), copy)
 
 
-def own_launches(
-    d: Decoder, choice: Choice, m: int, k: int, output: str, device: torch.device, experts: int
-) -> tuple[Own, ...]:
+def launches_of(
+    d: Decoder, choice: Choice, m: int, k: int, output: str, device: torch.device, experts: int = 0
+) -> tuple[Launch, ...]:
     """This family's launches for a choice. Behind one that writes a copy, nothing may overlap."""
     chip, found = chip_of(device), []
     for each, first, rows in choice.parts:
         tile = tiles.fitted(each, d, experts > 0)
-        function = loaded(Kernel(d, tile, output, grouped=experts > 0), device.index)
+        kernel = loaded(Kernel(d, tile, output, grouped=experts > 0), device.index)
         grid = tiles.grid(tile, m, rows, experts, chip)
-        shared = tiles.workspace(tile, m, rows, grid)
-        early = not choice.copy and tiles.overlaps(tile, d, m, rows, experts, chip)
+        early = not (choice.copy or experts) and tiles.overlaps(tile, d, m, rows, chip)
         skipped = first // ROWS * k_tiles(k) * d.blob_bytes
-        found.append(Own(function, first, whole(rows), skipped, grid, early, shared))
+        # Fewer tiles are shared than there are CTAs, and each of a tile's eight warps counts.
+        work = tiles.workspace(tile, m, rows, grid)
+        found.append(Launch(kernel, grid, early, whole(rows), first, skipped, work, 8 * grid))
     return tuple(found)
-
-
-@cache
-def loaded(kernel: Kernel, device: int) -> GemmLauncher:
-    """A kernel on a device."""
-    path = built(kernel)
-    with torch.cuda.device(device):
-        return GemmLauncher(path, device)

@@ -6,7 +6,7 @@ from anybit.errors import Unsupported
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.pack import ROWS
-from anybit.kernels.hopper.launch import ARCHITECTURE, GemmArguments
+from anybit.kernels.hopper.launch import ARCHITECTURE, GemmLauncher
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Tile:
     split: CTAs of a cluster that split the K of one tile.
     stages: parts of `columns` columns of tokens that are in flight; 0 means all that fit. columns:
     of a stage, a K tile's 128 or half of them; weights are in flight by whole K tiles (`slots`).
-    shared: CTAs have equal shares of all K tiles. late: the second warpgroup stays some K tiles
+    stream_k: CTAs have equal shares of all K tiles. late: the second warpgroup stays some K tiles
     behind the first where a CTA has several tiles, so that it multiplies while the first one writes
     outputs, and the other way round.
     """
@@ -27,7 +27,7 @@ class Tile:
     ctas: int = 1
     split: int = 1
     stages: int = 0
-    shared: bool = False
+    stream_k: bool = False
     late: bool = False
     columns: int = K_TILE
 
@@ -57,7 +57,7 @@ class Tile:
 
     @property
     def name(self) -> str:
-        split = f"_split{self.split}" if self.split > 1 else "_shared" * self.shared
+        split = f"_split{self.split}" if self.split > 1 else "_streamk" * self.stream_k
         split += "_late" * self.late
         columns = f"x{self.columns}" if self.columns < K_TILE else ""
         return f"{self.rows}x{self.tokens}{columns}_{self.stages}stages_{self.ctas}ctas{split}"
@@ -78,10 +78,12 @@ class Kernel:
     grouped: bool = False
 
     architecture = ARCHITECTURE
-    arguments = GemmArguments
+    launcher = GemmLauncher
 
     def __post_init__(self) -> None:
         d, tile = self.decoder, self.tile
+        if tile.split > 1 and self.grouped:
+            raise Unsupported(f"{tile.name}: clusters split no tiles of experts; give split=1")
         if tile.columns < K_TILE and (d.slot < 16 or d.sums):
             raise Unsupported(
                 f"stages of {tile.columns} columns are for operands of 16 bits, not for {d.operand}"

@@ -66,7 +66,7 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
         for t, every in small.items()
         for s in every
     ]
-    every = suited([*few, *large, *(replace(t, shared=True) for t in shares)], decoder)
+    every = suited([*few, *large, *(replace(t, stream_k=True) for t in shares)], decoder)
     return tuple(dict.fromkeys(every))
 
 
@@ -153,14 +153,14 @@ def grid(tile: Tile, m: int, n: int, experts: int = 0, chip: Chip = H200) -> int
 
     How many tiles of tokens `experts` make is known on the device only; here it is the most.
     """
-    tokens = -(-m // tile.tokens) if not experts else most_tiles(tile, m, experts)
+    tokens, room = -(-m // tile.tokens), chip.multiprocessors * tile.ctas
+    if experts:  # each that has tokens has some full tiles, and one more
+        busy = min(m, experts)
+        return min(-(-n // tile.rows) * (busy + (m - busy) // tile.tokens), room)
     tiles = -(-n // tile.rows) * tokens
-    room = chip.multiprocessors * tile.ctas
-    if experts and tile.split == 1:
-        return min(tiles, room)
     if tile.split > 1:  # a cluster does one tile
         return tiles * tile.split
-    if tile.shared:
+    if tile.stream_k:
         return room
     waves = -(-tiles // room)
     return -(-tiles // waves)
@@ -178,37 +178,26 @@ def sharers(common: int, steps: int, ctas: int) -> int:
 
 
 def workspace(tile: Tile, m: int, n: int, ctas: int) -> int:
-    """Numbers of the workspace where `ctas` share tiles, see `shares.py`; else 0."""
+    """Numbers of the workspace where `ctas` share tiles, see `stream_k.py`; else 0."""
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
-    some = tile.shared and tiles % ctas
+    some = tile.stream_k and tiles % ctas
     return 2 * ctas * tile.rows * tile.tokens if some else 0
 
 
-def most_tiles(tile: Tile, m: int, experts: int) -> int:
-    """Tiles of tokens of all experts at most: each has some full ones and one token more."""
-    busy = min(m, experts)
-    return busy + (m - busy) // tile.tokens
-
-
-def overlaps(
-    tile: Tile, decoder: Decoder, m: int, n: int, experts: int = 0, chip: Chip = H200
-) -> bool:
+def overlaps(tile: Tile, decoder: Decoder, m: int, n: int, chip: Chip = H200) -> bool:
     """Whether a launch of a fitted tile should begin while the kernel before it ends; measured.
 
     With 16-bit operands 1,024 tokens take 0.98 of the time by it, 2,048 and 4,096 0.99 to 1.00, in
     turns. With bytes, where CTAs take many tiles in turn, the next kernel's took places from them
-    (4 to 13 % slower at 28672x4096 from 1024 tokens on). Not with experts, up to 46 % slower at one
-    token, unless clusters split K. Nor where two CTAs of 64 tokens share a multiprocessor, unless
-    most of those are free: they would pile up on some of them (8 to 45 % slower with 96 or 128 CTAs
-    of sparse@int8, int4@fp8 and fp6@fp8).
+    (4 to 13 % slower at 28672x4096 from 1024 tokens on). Nor where two CTAs of 64 tokens share a
+    multiprocessor, unless most of those are free: they would pile up on some of them (8 to 45 %
+    slower with 96 or 128 CTAs of sparse@int8, int4@fp8 and fp6@fp8). Experts never overlap: one
+    token took up to 46 % longer.
     """
     count = -(-n // tile.rows) * -(-m // tile.tokens)
     half = chip.multiprocessors // 2 < count * tile.split <= chip.multiprocessors
     if half and tile.tokens == 64 and places(tile, decoder) == 2:
         return False
-    if experts:
-        count = -(-n // tile.rows) * most_tiles(tile, m, experts) * tile.split
-        return tile.split > 1 and count <= chip.multiprocessors * tile.ctas
     wide = decoder.slot == 16 and not slow(decoder)
     return m < 1024 or wide or count <= chip.multiprocessors * tile.ctas
 
@@ -235,11 +224,11 @@ def suits(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H20
 
 def fits_once(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> bool:
     """Whether every cluster can be resident at once, and every CTA gets enough of K."""
-    if tile.split == 1 and not tile.shared:
+    if tile.split == 1 and not tile.stream_k:
         return True
     tiles = -(-n // tile.rows) * -(-m // tile.tokens)
     room = chip.multiprocessors * places(fitted(tile, decoder), decoder)
-    if tile.shared:
+    if tile.stream_k:
         return tiles * k_tiles(k) >= LEAST_UNITS * room
     if tile.split > 2:  # they do not fill the processor's parts: 40 of three took two turns
         room = room * 7 // 8
@@ -251,7 +240,7 @@ def work(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200
     """What a launch of a fitted tile does."""
     ctas, room = grid(tile, m, n, chip=chip), places(tile, decoder)
     tiles, each = -(-n // tile.rows) * -(-m // tile.tokens), k_tiles(k)
-    if tile.shared:
+    if tile.stream_k:
         most, meets = shares(tiles, each, ctas)
     else:
         most, meets = -(-tiles * tile.split // ctas) * (each // tile.split), 0

@@ -50,16 +50,20 @@ def kernels_of(scheme: str, capability: tuple[int, int]) -> list[KernelSpec]:
 
 
 def narrow_kernels(d: Decoder, gpu: Gpu, outputs: list[str]) -> list[tiles.Kernel]:
-    """Those for few tokens, whatever the number of rows.
-
-    GPUs with other numbers of multiprocessors have the same ones: a tile follows from the rows of
-    one, and all numbers of rows are asked for, by the 16 of the smallest tile.
-    """
-    most = 32 * tiles.NARROW_WARPS * gpu.multiprocessors
+    """Those for few tokens, whatever the number of rows."""
     found = [
         kernel_for(d, gpu, m, n, output)
         for m in (1, tiles.NARROW)
-        for n in (*range(16, most + 1, 16), 1 << 24)
+        for n in every_rows(gpu)
         for output in outputs
     ]
     return [kernel for kernel in dict.fromkeys(found) if kernel is not None]
+
+
+def every_rows(gpu: Gpu) -> list[int]:
+    """Numbers of rows that have all tiles for few tokens.
+
+    GPUs with other numbers of multiprocessors have the same ones: a tile follows from the rows of
+    one, by the 16 of the smallest tile.
+    """
+    return [*range(16, 32 * tiles.NARROW_WARPS * gpu.multiprocessors + 1, 16), 1 << 24]

@@ -12,24 +12,25 @@ in the order of warps. There are two such places, so a tile has one barrier.
 CTAs that share K leave their sums in a workspace. The last of them to finish adds them in order.
 """
 
+from collections import namedtuple
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, CENTROIDS, ROWS, VECTORS
-from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.last import arrives_last
+from anybit.kernels.cute.launch import CodebookArguments
+from anybit.kernels.cute.program import CodebookProgram
 from anybit.kernels.cute.ptx import (
-    TYPES,
     halves_to_float,
     load_global,
     load_l2,
     load_matrices,
     load_shared,
+    mma,
     prmt,
     store_global,
     store_half,
@@ -45,18 +46,22 @@ from anybit.kernels.mma.codebook_tiles import (
     shared_bytes,
     table_bytes,
 )
-from anybit.kernels.mma.ptx import commit, copy_if, load_half, load_late, mma, thread_again, wait
+from anybit.kernels.mma.ptx import commit, copy_if, load_half, load_late, thread_again, wait
 
 EIGHTS = VECTORS // 8  # of a block's vectors: a register of `ldmatrix` has the codes of one
 
 
-class Codebook:
-    """A kernel with the parameters of `launch.CodebookArguments`."""
+# Whose sums meet: those of slice number `some` of the tokens, of part number `part` of K.
+Sums = namedtuple("Sums", "given row_tiles some first part")
+
+
+class Codebook(CodebookProgram):
+    aligned = ALIGNED
 
     def __init__(self, spec: CodebookKernel):
-        self.spec, self.cells, self.tile = spec, spec.cells, spec.tile
-        t = spec.tile
-        self.dtype, self.threads = spec.dtype, t.threads
+        super().__init__(spec)
+        t = self.tile = spec.tile
+        self.threads, self.ctas, self.overlap = t.threads, t.ctas, spec.overlap
         self.tokens, self.warps, self.stages, self.blocks = t.tokens, t.warps, t.stages, t.blocks
         self.piece = piece_bytes(self.cells)
         self.pieces = 2 * self.cells.v // self.piece  # of a centroid
@@ -67,61 +72,8 @@ class Codebook:
         self.sums_at = self.ring_at + self.warps * self.stages * self.chunk_bytes
         self.shared_bytes = shared_bytes(t, self.cells)
 
-    def compile(self) -> Compiled:
-        """For the architecture of the kernel."""
-        half = TYPES[self.dtype]
-        pointers = [(half, 16), (Uint8, 32), (half, 16), (Float32, 4), (half, 2), (half, 2),
-                    (Float32, 16), (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 5, self.spec.architecture)
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        book: cute.Pointer,
-        row_scale: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        splits: Int32,
-        grid: Int32,
-        stream: cuda.CUstream,
-    ):
-        @cute.struct
-        class Shared:
-            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.shared_bytes], ALIGNED]
-
-        self.shared = Shared
-        self.kernel(x, w, book, row_scale, bias, y, work, counters, m, n, k, splits).launch(
-            grid=(grid, 1, 1),
-            block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.tile.ctas,
-            preferred_smem_carveout=100,
-            use_pdl=self.spec.overlap,
-            stream=stream,
-        )
-
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        book: cute.Pointer,
-        row_scale: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        splits: Int32,
-    ):
+    def kernel(self, given: CodebookArguments):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -132,6 +84,7 @@ class Codebook:
         ring = base + self.ring_at + warp * (self.stages * self.chunk_bytes)
 
         # This CTA's tokens, its part of K, and its row tiles: every `teams`-th.
+        m, n, k, splits = given.m, given.n, given.k, given.splits
         share = ctas // ((m + (self.tokens - 1)) // self.tokens)
         some, part = cta // share, cta % share % splits
         team, teams = cta % share // splits, share // splits
@@ -145,27 +98,26 @@ class Codebook:
 
         # What does not depend on the previous kernel: weights, and the table.
         stride = Int64(blocks) * self.cells.block_bytes
-        address = w.toint() + team * stride + (begin * self.cells.block_bytes + lane * 16)
+        address = given.w.toint() + team * stride + (begin * self.cells.block_bytes + lane * 16)
         step = teams * stride
         pieces = count * (self.cells.block_bytes // 16)
-        if const_expr(self.spec.overlap):
+        if const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         for s in cutlass.range_constexpr(self.stages - 1):
             if s < tiles:
                 self.fetch(ring + s * self.chunk_bytes, address + s * step, pieces, lane)
             commit()
-        self.fill(base, book.toint(), thread)
-        if const_expr(self.spec.overlap):
+        self.fill(base, given.book.toint(), thread)
+        if const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
-        tokens = self.load_tokens(x.toint(), first, begin, count, m, k, lane)
+        tokens = self.load_tokens(given.x.toint(), first, begin, count, m, k, lane)
         cute.arch.sync_threads()
 
         place = base + (lane & (self.tile.copies - 1)) * self.piece
         acc = cute.make_rmem_tensor((8,), Float32)
         address += (self.stages - 1) * step
         stage, empty = Int32(0), Int32(self.stages - 1)
-        sizes, where = (m, n, row_tiles, splits), (first, warp, lane)
-        out = (row_scale.toint(), bias.toint(), y.toint(), work.toint())
+        sums = Sums(given, row_tiles, some, first, part)
         for it in cutlass.range(tiles, unroll=1):
             wait(self.stages - 2)
             cute.arch.sync_warp()  # all lanes have read the stage that is filled now
@@ -174,7 +126,7 @@ class Codebook:
             address += step
             commit()
             # For the end of this turn: the latency hides under the look-ups.
-            row = self.row_values(out, (team + it * teams) * ROWS + (lane & (ROWS - 1)), n)
+            row = self.row_values(given, (team + it * teams) * ROWS + (lane & (ROWS - 1)))
             acc.fill(0.0)
             for u in cutlass.range_constexpr(self.blocks):
                 if u < count:
@@ -184,13 +136,13 @@ class Codebook:
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
-            sums = base + self.sums_at + (it & 1) * (self.warps * self.part)
-            self.meet(sums, acc, sizes, where)
+            at = base + self.sums_at + (it & 1) * (self.warps * self.part)
+            self.meet(at, acc, sums, warp, lane)
             cute.arch.sync_threads()
-            self.finish(sums, it, team + it * teams, row, out, sizes, some, part)
+            self.finish(at, it, team + it * teams, row, sums)
         if splits > 1:
-            counter = counters.toint() + Int64(some * teams + team) * 4
-            self.join(base + self.sums_at, counter, (team, teams, tiles), out, sizes, some, thread)
+            counter = given.counters.toint() + Int64(some * teams + team) * 4
+            self.join(base + self.sums_at, counter, team, teams, tiles, sums, thread)
 
     # Fetching.
 
@@ -299,69 +251,66 @@ class Codebook:
     # Finishing.
 
     @cute.jit
-    def meet(self, sums, acc, sizes, where):
+    def meet(self, at, acc, sums, warp, lane):
         """Put this warp's sums where all meet: token by token, as lanes hold them."""
-        first, warp, lane = where
-        at = sums + warp * self.part + lane * 16
+        at = at + warp * self.part + lane * 16
         for h in cutlass.range_constexpr(self.tokens // 8):
-            if first + h * 8 + (lane >> 2) < sizes[0]:
+            if sums.first + h * 8 + (lane >> 2) < sums.given.m:
                 values = [acc[2 * h], acc[2 * h + 1], acc[4 + 2 * h], acc[5 + 2 * h]]
                 store_shared(at + h * 512, values)
 
     @cute.jit
-    def finish(self, sums, it, tile, row_values, out, sizes, some, part):
+    def finish(self, at, it, tile, row_values, sums):
         """Add up one output a lane; a warp has two tokens, and spare warps take turns."""
-        thread = thread_again()
-        m, n, row_tiles, splits = sizes
+        thread, given = thread_again(), sums.given
         output = thread & (self.tokens * ROWS - 1)
         turns = const_expr(self.threads // (self.tokens * ROWS))  # one output a thread
         row, token = output & (ROWS - 1), output >> 4
-        first = some * self.tokens
-        if (thread - output == (it & (turns - 1)) * (self.tokens * ROWS)) & (first + token < m):
-            at = sums + token * 64 + ((row & 6) * 8 + (row >> 3) * 8 + (row & 1) * 4)
+        mine = thread - output == (it & (turns - 1)) * (self.tokens * ROWS)
+        if mine & (sums.first + token < given.m):
+            at = at + token * 64 + ((row & 6) * 8 + (row >> 3) * 8 + (row & 1) * 4)
             total = Float32(0.0)
             for i in cutlass.range_constexpr(self.warps):
                 total += load_shared(at, 1, i * self.part, True, Float32)[0]
-            if splits > 1:
-                line = (some * splits + part) * row_tiles + tile
+            if given.splits > 1:
+                line = (sums.some * given.splits + sums.part) * sums.row_tiles + tile
                 to = Int64(line) * self.part + (token * ROWS + row) * 4
-                store_global(Int64(out[3]) + to, [total])
+                store_global(given.work.toint() + to, [total])
             else:
-                self.store(total, tile * ROWS + row, first + token, row_values, out, n)
+                self.store(total, tile * ROWS + row, sums.first + token, row_values, given)
 
     @cute.jit
-    def row_values(self, out, row, n):
+    def row_values(self, given, row):
         """Scale and bias of a row; rows of weights are padded, biases are not."""
-        scale = load_late(Int64(out[0]) + Int64(row) * 4, Float32)
+        scale = load_late(given.row_scale.toint() + Int64(row) * 4, Float32)
         offset = Float32(0.0)
-        if Int64(out[1]) != 0:
-            offset = load_half(Int64(out[1]) + Int64(cutlass.min(row, n - 1)) * 2, self.dtype)
+        if given.bias.toint() != 0:
+            at = Int64(cutlass.min(row, given.n - 1)) * 2
+            offset = load_half(given.bias.toint() + at, self.dtype)
         return scale, offset
 
     @cute.jit
-    def store(self, total, row, token, row_values, out, n):
+    def store(self, total, row, token, row_values, given):
         """Row scale, bias, rounding."""
         scale, offset = row_values
-        if row < n:
-            store_half(
-                Int64(out[2]) + (Int64(token) * n + row) * 2, total * scale + offset, self.dtype
-            )
+        if row < given.n:
+            to = given.y.toint() + (Int64(token) * given.n + row) * 2
+            store_half(to, total * scale + offset, self.dtype)
 
     @cute.jit
-    def join(self, flag, counter, rows, out, sizes, some, thread):
+    def join(self, flag, counter, team, teams, tiles, sums, thread):
         """If this CTA is the last of those that share K: add up all their sums, in order."""
-        m, n, row_tiles, splits = sizes
-        team, teams, tiles = rows
-        first = some * self.tokens
+        given, first, row_tiles = sums.given, sums.first, sums.row_tiles
+        splits = given.splits
         if arrives_last(flag, counter, splits, thread):
-            each = cutlass.min(m - first, Int32(self.tokens)) * ROWS
+            each = cutlass.min(given.m - first, Int32(self.tokens)) * ROWS
             for i in cutlass.range(thread, tiles * each, self.threads, unroll=1):
                 tile, place = team + i // each * teams, i % each
-                line = some * splits * row_tiles + tile
-                at = Int64(out[3]) + (Int64(line) * self.part + place * 4)
+                line = sums.some * splits * row_tiles + tile
+                at = given.work.toint() + (Int64(line) * self.part + place * 4)
                 total = Float32(0.0)
                 for s in cutlass.range(splits, unroll=4):
                     total += load_l2(at + Int64(s * row_tiles) * self.part, 1, Float32)[0]
                 row = tile * ROWS + (place & (ROWS - 1))
-                values = self.row_values(out, row, n)
-                self.store(total, row, first + (place >> 4), values, out, n)
+                values = self.row_values(given, row)
+                self.store(total, row, first + (place >> 4), values, given)

@@ -10,13 +10,13 @@ from anybit.core.packed import Packed
 from anybit.errors import Unsupported
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute import cells as layout
+from anybit.kernels.cute import products
 from anybit.kernels.cute.cells import ROWS, Cells, cells_of, multiply_decoded
-from anybit.kernels.cute.counters import zeros
-from anybit.kernels.cute.jit import built
+from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES, aligned
+from anybit.kernels.cute.products import CodebookLaunch, on_its_device
 from anybit.kernels.mma import codebook_tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel
-from anybit.kernels.mma.launch import CodebookLauncher
 from anybit.kernels.mma.tiles import Gpu, gpu_of
 
 
@@ -54,6 +54,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return multiply(aligned(x), prepared, bias)
 
 
+@on_its_device
 def multiply(
     x: Tensor,
     prepared: Prepared,
@@ -70,30 +71,16 @@ def multiply(
         kernel: Instead of the rule's.
         launch: CTAs, and how many share K, instead of the rule's.
     """
-    m, (n, k), device = len(x), prepared.shape, x.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return multiply(x, prepared, bias, kernel, launch)
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)
-    y = torch.empty(m, n, dtype=x.dtype, device=device)
+    m, (n, k) = len(x), prepared.shape
     if not m:
-        return y
-    if kernel is None:
-        kernel = chosen(prepared.format, x.dtype, device)
-    grid, splits = launch or launch_of(kernel, device, (m, n, k))
-    work = counters = None
-    if splits > 1:
-        slices = -(-m // kernel.tile.tokens)
-        size = slices * splits * -(-n // ROWS) * ROWS * kernel.tile.tokens
-        work = torch.empty(size, dtype=torch.float32, device=device)
-        counters = zeros(grid, device)
-    blocks, row_scale, *books = prepared.layout
-    book = books[x.dtype == torch.bfloat16]
-    tensors = (blocks, book, row_scale, bias, y, work, counters)
-    found = loaded(kernel, device.index)
-    found.launch(x, tensors, n, grid, kernel.overlap, splits)
-    return y
+        return torch.empty(0, n, dtype=x.dtype, device=x.device)
+    kernel = kernel or chosen(prepared.format, x.dtype, x.device)
+    grid, splits = launch or launch_of(kernel, x.device, (m, n, k))
+    tokens = kernel.tile.tokens
+    work = -(-m // tokens) * splits * -(-n // ROWS) * ROWS * tokens if splits > 1 else 0
+    found = loaded(kernel, x.device.index)
+    made = CodebookLaunch(found, m, grid, kernel.overlap, 1, splits, work, counters=grid)
+    return products.multiply_codebook(x, prepared, bias, made)
 
 
 @cache
@@ -113,11 +100,3 @@ def launch_of(
 ) -> tuple[int, int]:
     """CTAs for (M, N, K), and how many share K."""
     return codebook_tiles.grid(kernel.tile, kernel.cells, gpu_of(device), shape)
-
-
-@cache
-def loaded(kernel: CodebookKernel, device: int) -> CodebookLauncher:
-    """A kernel on a device."""
-    path = built(kernel)
-    with torch.cuda.device(device):
-        return CodebookLauncher(path, device)

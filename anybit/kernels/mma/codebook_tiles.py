@@ -9,7 +9,7 @@ from functools import cache
 
 from anybit.kernels.cute.cells import CENTROIDS, ROWS, VECTORS, Cells
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.mma.launch import CodebookArguments
+from anybit.kernels.cute.launch import CodebookLauncher
 from anybit.kernels.mma.tiles import RESERVED, Gpu
 
 ALIGNED = 128  # bytes
@@ -77,7 +77,7 @@ class CodebookKernel:
     architecture: str
     overlap: bool = False
 
-    arguments = CodebookArguments
+    launcher = CodebookLauncher
     batch = 0  # it has no WGMMAs
     classes = ()
 

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.ptx import load_shared, store_global, store_shared
 from anybit.kernels.mma.product import Product
 from anybit.kernels.mma.ptx import load_once, load_words, scale_pair
@@ -18,27 +19,10 @@ class Decode(Product):
     """
 
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        row_scale: cute.Pointer,
-        row_zero: cute.Pointer,
-        token_scale: cute.Pointer,
-        token_sum: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        starts: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        experts: Int32,
-    ):
+    def kernel(self, given: ProductArguments):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         spans = (k_tiles + (self.stages - 1)) // self.stages
         slot, first = cta // spans * self.warps + thread // 32, cta % spans * self.stages
         lane = thread % 32
@@ -47,22 +31,23 @@ class Decode(Product):
             shared = cutlass.memory.SmemAllocator().allocate(self.shared)
             room = Int32(shared.data.data_ptr().toint()) + thread // 32 * (16 * COPIED_ROW)
         row = slot * 16 + lane // 4
-        scales = [load_once(row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
+        scales = [load_once(given.row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
                   for v in range(2)]  # fmt: skip
         blob = Int64(slot // 8 * k_tiles + first)
         for i in cutlass.range(cutlass.min(Int32(self.stages), k_tiles - first), unroll=1):
-            words, grid = self.load(w.toint() + (blob + i) * self.decoder.blob_bytes, slot, lane)
+            at = given.w.toint() + (blob + i) * self.decoder.blob_bytes
+            words, grid = self.load(at, slot, lane)
             for half in cutlass.range_constexpr(2):
                 registers = self.decode_half(words, grid, half)
                 if const_expr(self.integer):
-                    to = y.toint() + (blob + i) * (K_TILE * K_TILE) + lane * 16
+                    to = given.y.toint() + (blob + i) * (K_TILE * K_TILE) + lane * 16
                     to += slot // 4 % 2 * (K_TILE * K_TILE // 2) + slot % 4 * 512
                     for c in cutlass.range_constexpr(2):
                         four = [Uint32(r) ^ 0xFFFFFFFF for r in registers[4 * c : 4 * c + 4]]
                         store_global(to + (half * 2 + c) * 2048, four)
                 else:
                     column = (first + i) * K_TILE + half * 64
-                    self.write(registers, scales, room, y, slot * 16, column, lane, n, k)
+                    self.write(registers, scales, room, slot * 16, column, lane, given)
 
     def load(self, blob, slot, lane):
         """This lane's code and grid words of a K tile."""
@@ -80,7 +65,7 @@ class Decode(Product):
         return words, grid
 
     @cute.jit
-    def write(self, registers, scales, room, y, row, column, lane, n, k):
+    def write(self, registers, scales, room, row, column, lane, given):
         """16 rows of 64 columns, times their scales; through shared memory, to write 16 bytes."""
         into = room + lane // 4 * COPIED_ROW + lane % 4 * 4
         for r in cutlass.range_constexpr(len(registers)):
@@ -92,7 +77,7 @@ class Decode(Product):
         for r in cutlass.range_constexpr(4):
             mine = r * 4 + lane // 8
             four = load_shared(room + mine * COPIED_ROW + piece * 16, 4, 0, True)
-            if (row + mine < n) & (column + piece * 8 < k):
-                to = y.toint() + (Int64(row + mine) * k + (column + piece * 8)) * 2
+            if (row + mine < given.n) & (column + piece * 8 < given.k):
+                to = given.y.toint() + (Int64(row + mine) * given.k + (column + piece * 8)) * 2
                 store_global(to, four)
         cute.arch.sync_warp()

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64, Uint32
 
 from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.ptx import load_shared, store_shared
-from anybit.kernels.mma.gemm import Gemm
+from anybit.kernels.mma.gemm import Gemm, Located
 from anybit.kernels.mma.ptx import load_late
 from anybit.kernels.mma.tiles import LEAST_UNITS
 
@@ -27,20 +27,21 @@ class Sorted:
     A span is one expert, unless there are more than `SPANS`.
     """
 
-    def start(self, starts, expert):
+    def start(self, given, expert):
         """Where an expert's tokens start."""
-        return Int32(load_late(starts.toint() + Int64(expert) * 4, Int32))
+        return Int32(load_late(given.starts.toint() + Int64(expert) * 4, Int32))
 
     def tiles(self, start, end):
         """Of tokens."""
         return (end - start + (self.tokens - 1)) // self.tokens
 
     @cute.jit
-    def begin(self, starts, experts, m, table, thread):
+    def begin(self, given, table, thread):
         """Write the table; returns how many tiles there are. Every warp counts by itself."""
+        experts = given.experts
         lane, span = thread % 32, (experts + (SPANS - 1)) // SPANS
         first = [
-            self.start(starts, cutlass.min((lane * EACH + i) * span, experts))
+            self.start(given, cutlass.min((lane * EACH + i) * span, experts))
             for i in range(EACH + 1)
         ]
         counts = [self.tiles(first[i], first[i + 1]) for i in range(EACH)]
@@ -50,7 +51,7 @@ class Sorted:
                 start, expert = first[i], (lane * EACH + i) * span
                 for _ in cutlass.range(span, unroll=1):
                     expert += 1
-                    end = self.start(starts, cutlass.min(expert, experts))
+                    end = self.start(given, cutlass.min(expert, experts))
                     counts[i] += self.tiles(start, end)
                     start = end
         total, before = sum(counts, Int32(0)), Int32(0)
@@ -76,24 +77,24 @@ class Sorted:
         return cute.arch.popc(seen & Int32((1 << lanes) - 1 if lanes < 32 else -1))
 
     @cute.jit
-    def find(self, index, experts, starts, table):
+    def find(self, index, given, table):
         """(expert, first token, last + 1) of a tile: the last expert with no more before it.
 
         A warp's lanes look at the table together: at one span of each lane's, then at all of those.
         """
-        lane, each = cute.arch.lane_idx(), (experts + (SPANS - 1)) // SPANS
+        lane, each = cute.arch.lane_idx(), (given.experts + (SPANS - 1)) // SPANS
         span = (self.not_after(table + lane * (EACH * 8), index, 32) - 1) * EACH
         span += self.not_after(table + (span + lane % EACH) * 8, index, EACH) - 1
         before, first = load_shared(table + span * 8, 2, 0, True)
         index -= Int32(before)
-        expert, start = cutlass.min(span * each, experts - 1), Int32(first)
+        expert, start = cutlass.min(span * each, given.experts - 1), Int32(first)
         end = Int32(load_shared(table + span * 8, 1, 12, True)[0])
         if each > 1:
-            end = self.start(starts, expert + 1)
-            while (self.tiles(start, end) <= index) & (expert < experts - 1):
+            end = self.start(given, expert + 1)
+            while (self.tiles(start, end) <= index) & (expert < given.experts - 1):
                 index -= self.tiles(start, end)
                 expert += 1
-                start, end = end, self.start(starts, expert + 1)
+                start, end = end, self.start(given, expert + 1)
         return expert, start + index * self.tokens, end
 
 
@@ -101,14 +102,12 @@ class Experts(Sorted, Gemm):
     """`gemm.py`'s warps for tokens that lie sorted by expert."""
 
     @cute.jit
-    def busy(self, units, ctas):
+    def sharers(self, units, ctas):
         """As many CTAs as get enough to do."""
         return cutlass.min(ctas, cutlass.max(units // LEAST_UNITS, Int32(1)))
 
     @cute.jit
-    def locate(self, tile, sizes):
-        """A tile's (row tile, expert, first token, last token + 1)."""
-        _, _, _, _, m_tiles, experts, (starts, table) = sizes
-        m_tiles = cutlass.max(m_tiles, Int32(1))
-        expert, first, last = self.find(tile % m_tiles, experts, starts, table)
-        return tile // m_tiles, expert, first, last
+    def locate(self, tile, job):
+        m_tiles = cutlass.max(job.m_tiles, Int32(1))
+        expert, first, end = self.find(tile % m_tiles, job.given, job.table)
+        return Located(tile // m_tiles, expert, first, end)

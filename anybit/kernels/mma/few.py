@@ -5,38 +5,27 @@ another, as far apart as there are CTAs, and its warps fetch weights of the next
 this one meet: there is one barrier a tile, and the memory does not wait for it.
 """
 
+from collections import namedtuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.mma.experts import Sorted
 from anybit.kernels.mma.gemm import padded
 from anybit.kernels.mma.narrow import Narrow
 from anybit.kernels.mma.ptx import commit, wait
 
+# Where a tile lies: its first blob, of that a half, of that a quarter; its tokens, before `end`.
+Source = namedtuple("Source", "blob half quarter first end")
+
 
 class Few(Sorted, Narrow):
     @cute.kernel
-    def kernel(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        row_scale: cute.Pointer,
-        row_zero: cute.Pointer,
-        token_scale: cute.Pointer,
-        token_sum: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        starts: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        experts: Int32,
-    ):
+    def kernel(self, given: ProductArguments):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -48,61 +37,54 @@ class Few(Sorted, Narrow):
         parts = const_expr(self.slices * self.blocks)
         meet = base + self.warps * self.stages * self.stage_bytes
         table = meet + 2 * self.warps * parts * 512
-        if const_expr(self.spec.overlap):
+        if const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-        m_tiles = self.begin(starts, experts, m, table, thread)
-        n_tiles = (n + (self.rows - 1)) // self.rows
+        m_tiles = self.begin(given, table, thread)
+        n_tiles = (given.n + (self.rows - 1)) // self.rows
         tiles = (m_tiles * n_tiles - cta + (ctas - 1)) // ctas
-        k_tiles = (k + (K_TILE - 1)) // K_TILE
+        k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         each = (k_tiles - warp + (self.warps - 1)) // self.warps  # K tiles of this warp
         count = tiles * each
 
-        sizes = (n, k_tiles, n_tiles, experts, starts, table, lane)
-        operands = (x.toint(), w.toint())
         acc = cute.make_rmem_tensor((4, self.blocks, self.slices), self.acc)
         acc.fill(0)
-        # What is fetched next: tile, K tile, blob, places in it, tokens.
+        # What is fetched next: a tile, where it lies, a K tile.
         tile, kt = cta, Int32(warp)
-        blob, group, quarter, first, last = self.source(operands, sizes, tile)
+        source = self.source(given, table, tile, n_tiles, k_tiles)
         for s in cutlass.range_constexpr(self.stages - 1):
             if s < count:
-                to = ring + s * self.stage_bytes
-                self.fetch_unit(to, blob, group, quarter, kt, first, last, operands, k, lane)
+                self.fetch_unit(ring + s * self.stage_bytes, source, kt, given, lane)
                 kt += self.warps
                 if (kt >= k_tiles) & (s + 1 < count):
                     tile, kt = tile + ctas, Int32(warp)
-                    blob, group, quarter, first, last = self.source(operands, sizes, tile)
+                    source = self.source(given, table, tile, n_tiles, k_tiles)
             commit()
         left = count - (self.stages - 1)  # to be fetched
         stage, empty = Int32(0), Int32(self.stages - 1)
         lookup = self.lookup(ring, lane)
+        unbiased = given._replace(bias=None)
         for i in cutlass.range(tiles, unroll=1):
             at_tile = cta + i * ctas
             # The warps take turns with what is to be done at a tile's end.
             part = (warp + (self.warps - parts) * i) % self.warps
             mine = cutlass.min(part, Int32(parts - 1))
             row_tile, expert = at_tile % n_tiles, Int32(0)
-            expert, token, end = self.find(at_tile // n_tiles, experts, starts, table)
+            expert, token, end = self.find(at_tile // n_tiles, given, table)
             channel = row_tile * self.rows + mine // self.blocks * 16
             token += mine % self.blocks * 8
-            before = Int64(expert * padded(n)) * 4  # bytes of a number of each row
-            vectors = (
-                row_scale.toint() + before, row_zero.toint() + before, Int64(0),
-                token_scale.toint(), token_sum.toint(),
-            )  # fmt: skip
-            rows, tokens = self.factors(vectors, channel, token, lane, m, n)
+            before = Int64(expert * padded(given.n)) * 4  # bytes of a number of each row
+            rows, tokens = self.factors(unbiased, before, channel, token, lane)
             for _ in cutlass.range(each, unroll=1):
                 wait(self.stages - 2)
                 cute.arch.sync_warp()  # all lanes have read the stage that is filled now
                 if left > 0:
-                    to = ring + empty * self.stage_bytes
-                    self.fetch_unit(to, blob, group, quarter, kt, first, last, operands, k, lane)
+                    self.fetch_unit(ring + empty * self.stage_bytes, source, kt, given, lane)
                     kt += self.warps
                     left -= 1
                     if (kt >= k_tiles) & (left > 0):
                         tile, kt = tile + ctas, Int32(warp)
-                        blob, group, quarter, first, last = self.source(operands, sizes, tile)
+                        source = self.source(given, table, tile, n_tiles, k_tiles)
                 commit()
                 at = stage * self.stage_bytes
                 self.multiply(acc, ring + at, lookup + at, lane, self.grid_at)
@@ -117,26 +99,21 @@ class Few(Sorted, Narrow):
             cute.arch.sync_threads()
             if part < parts:
                 at, column = here + part * 512, channel + lane % 4 * 2
-                self.add_up(at, rows, tokens, y, token + lane // 4, column, end, n)
+                self.add_up(unbiased, at, rows, tokens, token + lane // 4, column, end)
 
     @cute.jit
-    def source(self, operands, sizes, tile):
-        """Where a tile's weights and tokens lie: (first blob, its half, quarter, tokens, end)."""
-        n, k_tiles, n_tiles, experts, starts, table, _ = sizes
+    def source(self, given, table, tile, n_tiles, k_tiles):
+        """Where a tile's weights and tokens lie."""
         slot = tile % n_tiles * self.slices  # of 16 rows: a blob has two times four
-        expert, first, last = self.find(tile // n_tiles, experts, starts, table)
-        row = expert * (padded(n) // ROWS) + slot // 8
-        blob = Int64(operands[1]) + Int64(row * k_tiles) * self.decoder.blob_bytes
-        return blob, slot // 4 % 2, slot % 4, first, last
+        expert, first, end = self.find(tile // n_tiles, given, table)
+        row = expert * (padded(given.n) // ROWS) + slot // 8
+        blob = given.w.toint() + Int64(row * k_tiles) * self.decoder.blob_bytes
+        return Source(blob, slot // 4 % 2, slot % 4, first, end)
 
     @cute.jit
-    def fetch_unit(self, to, blob, group, quarter, kt, first, last, operands, k, lane):
+    def fetch_unit(self, to, source, kt, given, lane):
         """Start the copies of a K tile."""
-        codes = group * (512 * self.words)
-        offsets = (
-            codes + quarter * 512 + lane * 16,
-            codes + self.whole * 2048 + quarter * 256 + lane * 8,
-            self.code_bytes + (group * 4 + quarter) * self.grid_bytes + lane * 16,
-        )
-        self.fetch_weights(to, blob + Int64(kt) * self.decoder.blob_bytes, offsets, lane)
-        self.fetch_tokens(to, (Int64(operands[0]), first, last, k), kt, lane)
+        pieces = self.pieces(source.half, source.quarter, lane)
+        blob = source.blob + Int64(kt) * self.decoder.blob_bytes
+        self.fetch_weights(to, blob, pieces, lane)
+        self.fetch_tokens(to, given, source.first, source.end, kt, lane)

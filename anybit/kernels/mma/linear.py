@@ -1,7 +1,5 @@
 """Products of the `mma.sync` family: which kernel, its workspace, its launch."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -10,14 +8,14 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
-from anybit.kernels.cute.counters import zeros
+from anybit.kernels.cute import products
 from anybit.kernels.cute.decode import K_TILE
-from anybit.kernels.cute.jit import built
-from anybit.kernels.cute.operands import NAMES, cut, decoder_for, offsets, tokens, whole
+from anybit.kernels.cute.launch import ProductArguments, loaded
+from anybit.kernels.cute.operands import NAMES, decoder_for, offsets, tokens, whole
 from anybit.kernels.cute.pack import ROWS, k_tiles
+from anybit.kernels.cute.products import Launch, on_its_device
 from anybit.kernels.mma import tiles
-from anybit.kernels.mma.launch import MmaLauncher
-from anybit.kernels.mma.tiles import Kernel, Tile, gpu_of
+from anybit.kernels.mma.tiles import Gpu, Kernel, Tile, gpu_of
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -30,6 +28,7 @@ def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
     return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
 
 
+@on_its_device
 def multiply(
     x: Tensor,
     scale: Tensor | None,
@@ -55,9 +54,6 @@ def multiply(
             weights of expert e. `prepared` is `operands.prepare_experts`'s then.
     """
     m, (n, k), device = x.shape[0], prepared.shape, x.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return multiply(x, scale, sums, prepared, bias, dtype, kernel, grid, starts)
     if not m:
         return torch.empty(0, n, dtype=dtype, device=device)
     experts = 0 if starts is None else len(starts) - 1
@@ -67,17 +63,27 @@ def multiply(
         grid = grid or count
     if kernel.tile.kind == "decode":
         return torch.nn.functional.linear(x, decoded(x, kernel, prepared), offsets(bias, n, dtype))
-    wide = whole(n)
-    y = torch.empty(m, wide, dtype=dtype, device=device)
-    bias = offsets(bias, wide, dtype)
-    tile, work, counters = kernel.tile, None, None
-    grid = grid or tiles.grid(tile, gpu_of(device), m, n, k, experts)
+    launch = launch_of(kernel, gpu_of(device), device, m, n, k, experts, grid)
+    return products.multiply(x, scale, sums, prepared.layout, bias, n, dtype, [launch], starts)
+
+
+def launch_of(
+    kernel: Kernel,
+    gpu: Gpu,
+    device: torch.device,
+    m: int,
+    n: int,
+    k: int,
+    experts: int = 0,
+    grid: int = 0,
+) -> Launch:
+    """The launch of a kernel. grid: instead of the rule's; 0: the rule's."""
+    tile, work = kernel.tile, 0
+    grid = grid or tiles.grid(tile, gpu, m, n, k, experts)
     if tile.kind == "experts" or (tile.kind == "gemm" and grid != tiles.tiles_of(tile, m, n)):
-        work = torch.empty(2 * grid * tile.rows * tile.tokens, dtype=torch.float32, device=device)
-        counters = zeros(grid, device)
-    tensors = (*prepared.layout, scale, sums, bias, y, work, counters, starts)
-    loaded(kernel, device.index).launch(x, tensors, wide, grid, kernel.overlap, experts)
-    return cut(y, n)
+        work = 2 * grid * tile.rows * tile.tokens
+    found = loaded(kernel, device.index)
+    return Launch(found, grid, kernel.overlap, whole(n), work=work, counters=grid)
 
 
 def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
@@ -88,9 +94,10 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
         w = torch.empty(n // ROWS, k_tiles(k), ROWS * K_TILE, dtype=torch.uint8, device=x.device)
     else:
         w = torch.empty(n, k, dtype=x.dtype, device=x.device)
-    tensors = (*prepared.layout, None, None, None, w, None, None, None)
-    grid = tiles.copy_grid(kernel.tile, n, k)
-    loaded(kernel, x.device.index).launch(x[:1], tensors, n, grid, False)
+    values: dict[str, Tensor | int] = dict.fromkeys(ProductArguments._fields, 0)
+    values |= zip(("w", "row_scale", "row_zero"), prepared.layout, strict=True)
+    values |= {"x": x, "y": w, "m": 1, "n": n, "k": k}
+    loaded(kernel, x.device.index).launch(values, tiles.copy_grid(kernel.tile, n, k), False)
     return w
 
 
@@ -121,11 +128,3 @@ def chosen(
 def tuned_as(scheme: str, dtype: torch.dtype) -> str:
     """What `tuned.py` calls a scheme: a tile that does for one dtype may spill for another."""
     return f"{scheme} in {NAMES[dtype]}"
-
-
-@cache
-def loaded(kernel: Kernel, device: int) -> MmaLauncher:
-    """A kernel on a device."""
-    path = built(kernel)
-    with torch.cuda.device(device):
-        return MmaLauncher(path, device)

@@ -6,9 +6,6 @@ decoded twice. Tokens lie in shared memory as they come, in pieces of 16 bytes t
 the token, so that `ldmatrix` meets no bank twice.
 """
 
-from typing import Any
-
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
@@ -16,22 +13,25 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Word
-from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, pack2, store_global
-from anybit.kernels.mma.ptx import load_half, load_late, load_once, mma, transpose
+from anybit.kernels.cute.launch import ProductArguments
+from anybit.kernels.cute.program import Program
+from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, mma, pack2, store_global
+from anybit.kernels.mma.ptx import load_half, load_late, load_once, transpose
 from anybit.kernels.mma.tiles import Kernel, grid_bytes, shared_bytes, stage_bytes, token_bytes
 
 
-class Product:
-    """A kernel with the parameters of `launch.MmaArguments`."""
+class Product(Program):
+    """A kernel with `ProductArguments`."""
 
-    kernel: Any
+    aligned = 256
     ring_threads: int  # that share a ring
 
     def __init__(self, spec: Kernel):
         d, t = spec.decoder, spec.tile
         self.spec, self.decoder, self.tile = spec, d, t
         self.tokens, self.slices, self.warps, self.stages = t.tokens, t.slices, t.warps, t.stages
-        self.rows, self.threads = t.rows, t.threads
+        self.rows, self.threads, self.ctas = t.rows, t.threads, t.ctas
+        self.overlap = spec.overlap
         self.activation, self.out = spec.activation, spec.output
         self.integer = self.activation == "int8"
         self.quantized = self.activation in ("int8", "float8_e4m3fn")
@@ -51,49 +51,12 @@ class Product:
 
     def compile(self) -> Compiled:
         """For the architecture of the kernel."""
-        out = TYPES[self.out]
-        pointers = [(TYPES[self.activation], 16), (Uint8, 128), (Float32, 4), (Int32, 4),
-                    (Float32, 4), (Int32, 4), (out, 2), (out, 16), (Float32, 16),
-                    (Int32, 4), (Int32, 4)]  # fmt: skip
-        return compile_program(self, pointers, 5, self.spec.architecture)
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Pointer,
-        w: cute.Pointer,
-        row_scale: cute.Pointer,
-        row_zero: cute.Pointer,
-        token_scale: cute.Pointer,
-        token_sum: cute.Pointer,
-        bias: cute.Pointer,
-        y: cute.Pointer,
-        work: cute.Pointer,
-        counters: cute.Pointer,
-        starts: cute.Pointer,
-        m: Int32,
-        n: Int32,
-        k: Int32,
-        experts: Int32,
-        grid: Int32,
-        stream: cuda.CUstream,
-    ):
-        @cute.struct
-        class Shared:
-            data: cute.struct.Align[cute.struct.MemRange[Uint8, self.shared_bytes], 256]
-
-        self.shared = Shared
-        self.kernel(
-            x, w, row_scale, row_zero, token_scale, token_sum, bias, y, work, counters, starts,
-            m, n, k, experts,
-        ).launch(
-            grid=(grid, 1, 1),
-            block=(self.threads, 1, 1),
-            min_blocks_per_mp=self.tile.ctas,
-            preferred_smem_carveout=100,
-            use_pdl=self.spec.overlap,
-            stream=stream,
-        )  # fmt: skip
+        out, fp32, word = TYPES[self.out], (Float32, 4), (Int32, 4)
+        pointers = {"x": (TYPES[self.activation], 16), "w": (Uint8, 128), "row_scale": fp32,
+                    "row_zero": word, "token_scale": fp32, "token_sum": word, "bias": (out, 2),
+                    "y": (out, 16), "work": (Float32, 16), "counters": word,
+                    "starts": word}  # fmt: skip
+        return compile_program(self, ProductArguments, pointers, self.spec.architecture)
 
     # Multiplying.
 
@@ -196,37 +159,41 @@ class Product:
     # Finishing.
 
     @cute.jit
-    def row_values(self, row_scale, row_zero, bias, row, n):
-        """Scale, zero point and bias of a channel; rows of weights are padded, biases are not."""
-        scale = load_once(Int64(row_scale) + Int64(row) * 4, Float32)
+    def row_values(self, given, before, row):
+        """Scale, zero point and bias of a row; rows of weights are padded, biases are not.
+
+        before: bytes of scales before the expert's. Without a bias in `given`, there is none.
+        """
+        scale = load_once(given.row_scale.toint() + before + Int64(row) * 4, Float32)
         zero = Int32(0)
         if const_expr(self.integer):
-            zero = load_once(Int64(row_zero) + Int64(row) * 4, Int32)
+            zero = load_once(given.row_zero.toint() + before + Int64(row) * 4, Int32)
         offset = Float32(0.0)
-        if Int64(bias) != 0:
-            offset = load_half(Int64(bias) + Int64(cutlass.min(row, n - 1)) * 2, self.out)
+        if const_expr(given.bias is not None):  # noqa: SIM102 - known when it is compiled
+            if given.bias.toint() != 0:
+                column = Int64(cutlass.min(row, given.n - 1))
+                offset = load_half(given.bias.toint() + column * 2, self.out)
         return scale, zero, offset
 
     @cute.jit
-    def token_values(self, token_scale, token_sum, token, m):
+    def token_values(self, given, token):
         """Scale and code sum of a token."""
         scale, total = Float32(1.0), Int32(0)
         if const_expr(self.quantized):
-            at = Int64(cutlass.min(token, m - 1)) * 4
-            scale = load_late(Int64(token_scale) + at, Float32)
+            at = Int64(cutlass.min(token, given.m - 1)) * 4
+            scale = load_late(given.token_scale.toint() + at, Float32)
             if const_expr(self.integer):
-                total = load_late(Int64(token_sum) + at, Int32)
+                total = load_late(given.token_sum.toint() + at, Int32)
         return scale, total
 
     @cute.jit
-    def store_pair(self, sums, row, tokens, y, token, channel, m, n):
+    def store_pair(self, given, sums, row, tokens, token, channel, end):
         """Scale, add the bias, round, transpose, and write two channels of a token.
 
         Args:
             sums: Of this lane's row and two tokens.
             row: `row_values`; tokens: `token_values` of both.
-            y: Address of the output.
-            token: That this lane stores, and `channel` the first of two.
+            token: That this lane stores, before `end`; channel: the first of two.
         """
         scale, zero, offset = row
         pair = []
@@ -239,5 +206,6 @@ class Product:
                 factor = factor * tokens[c][0]
             pair.append(value.to(Float32) * factor + offset)
         word = transpose(pack2(*pair, self.out))
-        if (token < m) & (channel < n):
-            store_global(Int64(y) + (Int64(token) * n + channel) * 2, [word])
+        if (token < end) & (channel < given.n):
+            to = given.y.toint() + (Int64(token) * given.n + channel) * 2
+            store_global(to, [word])

@@ -1,4 +1,4 @@
-"""Inline PTX of sm_80: `cp.async`, `mma.sync`, `movmatrix`.
+"""Inline PTX of sm_80: `cp.async`, `movmatrix`.
 
 No copy has an L2 policy: ptxas of CUDA 13.0 takes wrong registers for it, which ends in an illegal
 instruction.
@@ -10,13 +10,6 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from anybit.kernels.cute.ptx import PAIR, asm, several, slots, width
-
-PRODUCTS = {  # by the dtype of tokens: shape, types, type of sums
-    "int8": ("m16n8k32", "s32.u8.s8.s32", Int32),
-    "float8_e4m3fn": ("m16n8k32", "f32.e4m3.e4m3.f32", Float32),  # from sm_89 on
-    "float16": ("m16n8k16", "f32.f16.f16.f32", Float32),
-    "bfloat16": ("m16n8k16", "f32.bf16.bf16.f32", Float32),
-}
 
 
 @dsl_user_op
@@ -75,19 +68,6 @@ def wait(running: int, *, loc: Any = None, ip: Any = None) -> None:
     """Until at most `running` groups of this thread are on their way."""
     text = f"cp.async.wait_group {running};"
     asm(None, [], text, "~{memory}", True, {"loc": loc, "ip": ip})
-
-
-@dsl_user_op
-def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = None) -> list:
-    """d + a b, for tokens (b) of this dtype; int8 tokens meet unsigned weights."""
-    shape, kinds, kind = PRODUCTS[dtype]
-    text = (
-        f"mma.sync.aligned.{shape}.row.col.{kinds} "
-        f"{slots(0, 4)}, {slots(4, 4)}, {slots(8, 2)}, {slots(10, 4)};"
-    )
-    args = [*(Uint32(r) for r in [*a, *b]), *(kind(r) for r in d)]
-    constraints = ",".join(["r"] * 6 + ["f" if kind is Float32 else "r"] * 4)
-    return several(4, kind, args, text, constraints, False, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

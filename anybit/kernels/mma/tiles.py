@@ -14,9 +14,9 @@ from anybit.kernels.backend import COUNTS
 from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
+from anybit.kernels.cute.launch import ProductLauncher
 from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import k_tiles, packed_bytes
-from anybit.kernels.mma.launch import MmaArguments
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
@@ -151,7 +151,7 @@ class Kernel:
     architecture: str
     overlap: bool = False
 
-    arguments = MmaArguments
+    launcher = ProductLauncher
     batch = 0  # it has no WGMMAs
 
     @property

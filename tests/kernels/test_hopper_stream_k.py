@@ -19,22 +19,24 @@ needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
 )
 HALF, BRAIN = torch.float16, torch.bfloat16
-SMALL = Tile(8, ctas=2, stages=3, shared=True)
+SMALL = Tile(8, ctas=2, stages=3, stream_k=True)
 Case = tuple[str, torch.dtype, Tile, tuple[int, int, int], tuple[int, ...]]
 CASES: list[Case] = [  # scheme, dtype of y, tile, (M, N, K), CTAs
     # A whole tile each, and one that both share; unevenly; two CTAs for each tile, and one left.
     ("liquid@int8", BRAIN, SMALL, (5, 264, 256), (2, 5, 7)),
     ("fp6", HALF, SMALL, (11, 128, 128), (3,)),  # two tiles of tokens, and a CTA with nothing
     # Two stages a K tile.
-    ("fp6", HALF, Tile(16, rows=256, stages=3, columns=64, shared=True), (11, 136, 384), (2,)),
+    ("fp6", HALF, Tile(16, rows=256, stages=3, columns=64, stream_k=True), (11, 136, 384), (2,)),
     # Eight chunks of sums, of which four are added at a time.
-    ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, shared=True), (9, 128, 256), (2,)),
+    ("int8@int8", BRAIN, Tile(64, ctas=2, stages=2, stream_k=True), (9, 128, 256), (2,)),
 ]
 if EVERY_KERNEL:
     for scheme in ("liquid@int8", "int4:group=128", "fp6", "sparse"):
         for t in (64, 128):
-            CASES.append((scheme, BRAIN, Tile(t, stages=2, shared=True), (t - 1, 200, 384), (3, 5)))
-        tall = Tile(128, rows=256, stages=2, shared=True)
+            CASES.append(
+                (scheme, BRAIN, Tile(t, stages=2, stream_k=True), (t - 1, 200, 384), (3, 5))
+            )
+        tall = Tile(128, rows=256, stages=2, stream_k=True)
         CASES.append((scheme, BRAIN, tall, (9, 264, 384), (3,)))
 
 
@@ -64,7 +66,7 @@ def check(
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """CTAs share tiles of two K tiles already."""
-    monkeypatch.setattr("anybit.kernels.hopper.shares.LEAST_UNITS", 1)
+    monkeypatch.setattr("anybit.kernels.hopper.stream_k.LEAST_UNITS", 1)
 
 
 @needs_dsl
@@ -74,10 +76,10 @@ def test_shared_tiles(case: Case) -> None:
 
 
 @needs_dsl
-@pytest.mark.parametrize(("shared", "grids"), [(False, (3,)), (True, (3, 5))])
-def test_one_warpgroup_stays_behind(shared: bool, grids: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("stream_k", "grids"), [(False, (3,)), (True, (3, 5))])
+def test_one_warpgroup_stays_behind(stream_k: bool, grids: tuple[int, ...]) -> None:
     """Whole tiles of three K tiles and of one, and shares: the same bits as side by side."""
-    beside = Tile(8, ctas=2, stages=4, shared=shared)
+    beside = Tile(8, ctas=2, stages=4, stream_k=stream_k)
     kernels = [Emulated("liquid@int8", BRAIN, replace(beside, late=late)) for late in (False, True)]
     for k in (384, 128):
         packed = packed_weight("liquid@int8", 136, k)
@@ -139,7 +141,7 @@ def test_every_unit_has_one_owner(steps: int) -> None:
 
 
 def test_the_workspace_holds_all_sums() -> None:
-    tile = Tile(128, shared=True)
+    tile = Tile(128, stream_k=True)
     ctas = tiles.grid(tile, 256, 5120)
     assert ctas == 132
     assert tiles.workspace(tile, 256, 5120, ctas) == 2 * ctas * 128 * 128

@@ -1,14 +1,12 @@
-"""Barriers and memory by address, and `mma.sync` on registers: what the codebook kernels are of."""
+"""Barriers and memory by address: what the codebook kernels are of."""
 
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from anybit.kernels.cute.ptx import asm, several, slots
+from anybit.kernels.cute.ptx import asm
 from anybit.kernels.hopper.ptx import EVICT_FIRST
-
-MMA = {"float16": "f16", "bfloat16": "bf16"}
 
 
 @dsl_user_op
@@ -49,22 +47,6 @@ def add_code(word: Uint32, base: Uint32, byte: int, *, loc: Any = None, ip: Any 
     at = {"loc": loc, "ip": ip}
     text = f"dp4a.u32.u32 $0, $1, {0x80 << 8 * byte}, $2;"
     return Int32(asm(T.i32(), [Uint32(word), Uint32(base)], text, "=r,r,r", False, at))
-
-
-@dsl_user_op
-def mma(d: list, a: list, b: list, dtype: str, *, loc: Any = None, ip: Any = None) -> list:
-    """d + a b: m16n8k16 (4 and 2 registers) or m16n8k8 (2 and 1), sums in fp32."""
-    k, kind = 8 * len(b), MMA[dtype]
-    n = len(a)
-    text = (
-        f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 "
-        f"{slots(0, 4)}, {slots(4, n)}, {slots(4 + n, len(b))}, {slots(4 + n + len(b), 4)};"
-    )
-    if len(b) == 1:
-        text = text.replace(f"${4 + n},", f"{{${4 + n}}},")
-    args = [*(Uint32(r) for r in [*a, *b]), *(Float32(r) for r in d)]
-    constraints = ",".join(["r"] * (n + len(b)) + ["f"] * 4)
-    return several(4, Float32, args, text, constraints, False, {"loc": loc, "ip": ip})
 
 
 @dsl_user_op

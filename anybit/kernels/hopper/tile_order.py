@@ -1,15 +1,35 @@
 """Which tile a CTA of the main loop multiplies, and when."""
 
+from collections import namedtuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
-from anybit.kernels.hopper.shares import unit_of
+from anybit.kernels.hopper.stream_k import unit_of
 from anybit.kernels.hopper.tile import Tile
 
 NEAR = 1024  # tokens whose tiles are neighbours in the order of tiles
+
+
+# What does not change from tile to tile; `table` is of experts' tokens and tiles, in shared memory,
+# `expert_tiles` are `ROW_MULTIPLE` rows of a weight each.
+Problem = namedtuple("Problem", "given table k_tiles m_tiles n_tiles expert_tiles")
+
+
+# What a CTA does: its turns, which are tiles, or units of its list (`stream_k.py`); the K tiles of
+# each where CTAs do not share tiles.
+Turns = namedtuple("Turns", "first last share k_first k_last")
+
+
+# K tiles `k_first` to `k_last` of a tile, and the turn that follows.
+Turn = namedtuple("Turn", "tile k_first k_last after")
+
+
+# Where a tile lies: its first row of blobs, its tokens from `start` on, before `end`.
+Located = namedtuple("Located", "row_tile blobs expert start end")
 
 
 class Order:
@@ -23,13 +43,12 @@ class Order:
 
     @cute.jit
     def turn(self, at, turns):
-        """What a CTA multiplies: (tile, its first K tile, its last + 1, the next turn)."""
-        _, _, share, k_first, k_last = turns
-        tile, after = at, at + share[1]
-        if const_expr(self.tile.shared):
-            tile, k_first, after = unit_of(at, share)
+        """What a CTA multiplies."""
+        tile, after, k_first, k_last = at, at + turns.share.ctas, turns.k_first, turns.k_last
+        if const_expr(self.tile.stream_k):
+            tile, k_first, after = unit_of(at, turns.share)
             k_last = k_first + (after - at)
-        return tile, k_first, k_last, after
+        return Turn(tile, k_first, k_last, after)
 
     @cute.jit
     def count_tiles(self, starts, table, experts, thread):
@@ -67,14 +86,14 @@ class Order:
 
     @cute.jit
     def locate(self, tile, problem):
-        """A tile's (row tile, its first row of blobs, expert, first token, last token + 1).
+        """Where a tile lies.
 
         Token tiles are innermost, so CTAs at work at the same time share weights and tokens in the
         L2: `NEAR` tokens at most, or those of one expert, or the weights of a wave would not fit
         beside them.
         """
-        (table, starts, experts), m, _, m_tiles, n_tiles, expert_tiles = problem
-        expert, end = Int32(0), m
+        given, table, _, m_tiles, n_tiles, expert_tiles = problem
+        expert, end, experts = Int32(0), given.m, given.experts
         if const_expr(self.grouped):
             span, before, index = Int32(0), Int32(0), tile // n_tiles
             for i in cutlass.range_constexpr((SPANS - 1).bit_length() - 1, -1, -1):
@@ -86,14 +105,14 @@ class Order:
             width = table[SPANS + 1 + span] - before  # the expert's tiles of tokens
             expert, start, end = span, table[span], table[span + 1]
             if experts > SPANS:
-                given = cute.make_tensor(starts, cute.make_layout(experts + 1))
+                starts = cute.make_tensor(given.starts, cute.make_layout(experts + 1))
                 expert = span * ((experts + (SPANS - 1)) // SPANS)
-                end = given[expert + 1]
+                end = starts[expert + 1]
                 width = (end - start + (self.tokens - 1)) // self.tokens
                 while before + width <= index:
                     before += width
                     expert += 1
-                    start, end = end, given[expert + 1]
+                    start, end = end, starts[expert + 1]
                     width = (end - start + (self.tokens - 1)) // self.tokens
             tile -= before * n_tiles
             row_tile = tile // width
@@ -106,4 +125,4 @@ class Order:
             tile -= before * n_tiles
             row_tile, start = tile // width, (before + tile % width) * self.tokens
         blobs = expert * (expert_tiles * (ROW_MULTIPLE // ROWS)) + row_tile * self.blocks
-        return row_tile, blobs, expert, start, end
+        return Located(row_tile, blobs, expert, start, end)

@@ -12,6 +12,8 @@ Counters are zeros, which every launch leaves as zeros (`cute/counters.py`). Sum
 with two places for each CTA: for the tile that it begins, and for one that began before it.
 """
 
+from collections import namedtuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
@@ -19,10 +21,14 @@ from cutlass import Int32, Int64, Uint32
 from anybit.kernels.cute.ptx import count_up, fence, load_l2, peek, store_global
 from anybit.kernels.hopper.tiles import EVEN, LEAST_UNITS, MOST_SHARERS
 
+# The list of a CTA of `ctas`: `sharers` CTAs share the `common` tiles that do not divide; of those
+# tiles' units, `piece` from `first` on are in this list.
+Share = namedtuple("Share", "cta ctas sharers k_tiles common first piece", defaults=[None] * 5)
+
 
 @cute.jit
 def share_of(cta, ctas, tiles, k_tiles):
-    """(what `unit_of` and `join` want to know of a CTA's list, number of its units)."""
+    """A CTA's list, and the number of its units."""
     common = tiles % ctas  # tiles whose units are divided
     units, sharers = common * k_tiles, ctas
     even = ctas // cutlass.max(common, 1) * common
@@ -34,21 +40,22 @@ def share_of(cta, ctas, tiles, k_tiles):
     if cta < sharers:
         first = cta * units // sharers
         piece = (cta + 1) * units // sharers - first
-    share = (cta, ctas, sharers, k_tiles, common, first, piece)
+    share = Share(cta, ctas, sharers, k_tiles, common, first, piece)
     return share, piece + tiles // ctas * k_tiles
 
 
 @cute.jit
 def unit_of(unit, share):
     """(tile, K tile, the list's first unit behind that tile) of a unit of the list."""
-    cta, ctas, _, k_tiles, common, first, piece = share
+    first, piece, k_tiles = share.first, share.piece, share.k_tiles
     tile, kt, end = Int32(0), Int32(0), piece
     if unit < piece:
         tile, kt = (first + unit) // k_tiles, (first + unit) % k_tiles
         end = cutlass.min(piece, unit + (k_tiles - kt))
     else:
         whole = unit - piece
-        tile, kt = common + cta + whole // k_tiles * ctas, whole % k_tiles
+        tile = share.common + share.cta + whole // k_tiles * share.ctas
+        kt = whole % k_tiles
         end = unit + (k_tiles - kt)
     return tile, kt, end
 
