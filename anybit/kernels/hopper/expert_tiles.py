@@ -33,11 +33,13 @@ DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
 @cache
 def family_grouped(decoder: Decoder) -> tuple[Tile, ...]:
     """The tiles that experts' kernels are compiled for."""
-    every = [Tile(8, ctas=2), Tile(16, ctas=2), Tile(32, ctas=2), Tile(128)]
+    every = [Tile(8, ctas=2), Tile(16, ctas=2), Tile(32, ctas=2)]
     # Numbers of tokens vary between experts, and their mean is often a power of two: with tiles for
     # somewhat more, an expert is read and decoded once instead of a second time for few tokens.
     more = [Tile(48, ctas=2), Tile(96), Tile(160)]
     every += [Tile(64, ctas=2)] if slow(decoder) else more
+    if slow(decoder) or decoder.crowded:  # whose tiles of 160 tokens would spill
+        every += [Tile(128)]
     if decoder.slot == 8 or decoder.cost < 2 or decoder.entries < 2:  # others would spill
         every += [Tile(128, rows=256)]
     return tuple(fitted(tile, decoder, grouped=True) for tile in suited(every, decoder))

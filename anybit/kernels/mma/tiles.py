@@ -316,7 +316,8 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
 @cache
 def family_small(decoder: Decoder, gpu: Gpu) -> tuple[Tile, ...]:
     """Tiles for 17 to 64 tokens where rows are few or decoding is slow."""
-    shapes = ((16, 8, 1), (32, 8, 1), (32, 4, 2), (32, 4, 3))  # tokens, warps, CTAs
+    pairs = decoder.slot == 8 or decoder.cost > 2  # others are as fast in threes
+    shapes = [(16, 8, 1), (32, 8, 1), *[(32, 4, 2)] * pairs, (32, 4, 3)]  # tokens, warps, CTAs
     every = [Tile(tokens, 1, warps, ctas=ctas, kind="narrow") for tokens, warps, ctas in shapes]
     found = (fitted(tile, decoder, gpu, 2, 5) for tile in every)
     return tuple(dict.fromkeys(tile for tile in found if tile))
