@@ -18,7 +18,7 @@ from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder, decoder, number
 from anybit.kernels.cute.lang import Word, planes, tiling
-from anybit.kernels.cute.pack import ROWS, fragment, pack
+from anybit.kernels.cute.pack import REGISTERS, ROWS, fragment, pack
 from anybit.kernels.reference import operand_weight
 from tests.needs import pairs
 from tests.specs import SPECS
@@ -123,7 +123,7 @@ def test_threads_hold_the_weights(which: tuple[str, str], whole: bool) -> None:
         codes = fmt.encode(w, grid)
     packed = anybit.Packed.from_codes(fmt, shape, codes, grid)
 
-    blobs = pack(packed, d)
+    blobs = pack(packed, d, REGISTERS)
     operands = emulate(blobs, d)[:144]
     assert operands[:, k:].isfinite().all()  # meets zeros
     operands = operands[:, :k]
@@ -230,10 +230,10 @@ def test_powers_of_two_are_folded_as_far_as_fp8_reaches() -> None:
     assert isinstance(d, Decoder)
     for octaves in range(12):
         packed = spread(octaves)
-        got = emulate(pack(packed, d), d)[:128] * d.row_scale(packed)[:, None].double()
+        got = emulate(pack(packed, d, REGISTERS), d)[:128] * d.row_scale(packed)[:, None].double()
         assert torch.equal(got, packed.dequantize().double())
     with pytest.raises(ValueError, match="more than 11 powers of two apart"):
-        pack(spread(12), d)
+        pack(spread(12), d, REGISTERS)
 
 
 def test_a_layer_whose_scales_lie_too_far_apart_is_refused() -> None:
@@ -257,6 +257,6 @@ def test_a_row_of_zeros_is_zeros(spec: str) -> None:
         tensor.view(torch.uint8)[3:4] = 0  # planes are (N, words), scales (N, groups)
     d = decoder(packed.format, "bfloat16")
     assert isinstance(d, Decoder)
-    got = emulate(pack(packed, d), d)[:16, :256] * d.row_scale(packed)[:, None].double()
+    got = emulate(pack(packed, d, REGISTERS), d)[:16, :256] * d.row_scale(packed)[:, None].double()
     assert got[3].count_nonzero() == 0
     assert got.isfinite().all()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.pack import pack_codes
+from anybit.kernels.cute.pack import REGISTERS, pack_codes
 from anybit.kernels.hopper.choices import BYTES
 from anybit.kernels.hopper.scalar_linear import copy_kernel
 from anybit.kernels.mma import tiles
@@ -123,7 +123,7 @@ def test_a_weight_is_decoded_to_bytes() -> None:
     emulated = Emulated("trellis@int8", HALF, copy_kernel(d))
     packed = emulated.weight(128, 256)
     y = emulated.decode(emulated.layout(packed), (128, 256))
-    want = pack_codes((packed.values() + d.middle).byte(), BYTES)
+    want = pack_codes((packed.values() + d.middle).byte(), BYTES, REGISTERS)
     assert torch.equal(y[:1], want)  # rows are padded
 
 

@@ -12,7 +12,7 @@ from anybit.errors import InvalidInput, InvalidType
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.between import of
 from anybit.kernels.cute.decode import Decoder, decoder
-from anybit.kernels.cute.pack import ROW_MULTIPLE, pack
+from anybit.kernels.cute.pack import REGISTERS, ROW_MULTIPLE, pack
 
 SPANS = 256  # of experts, which a kernel counts at once: spans of 1 up to 256, of 2 up to 512
 OPERANDS = {"int8": "int8", "fp8": "float8_e4m3fn"}  # of activation notations
@@ -62,7 +62,7 @@ def layout(packed: Packed, operand: str) -> list[Tensor]:
     d = decoder(packed.format, operand)
     if isinstance(d, str):
         raise InvalidInput(d)
-    blobs = pack(packed, d).view(getattr(torch, d.operand))
+    blobs = pack(packed, d, REGISTERS).view(getattr(torch, d.operand))
     missing = -packed.shape[0] % ROW_MULTIPLE
     rows = d.row_scale(packed), d.row_zero(packed).to(blobs.device)
     return [blobs, *(torch.nn.functional.pad(r, (0, missing)).contiguous() for r in rows)]

@@ -9,6 +9,9 @@ pre-packing, LiquidGEMM's dual-MMA layout).
     words of a thread = [half tile 2][bits]: one word for each bit of a code and 32 weights
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,20 @@ ROW_MULTIPLE = 256  # weight rows are padded to this; no tile has more
 CHUNK_BYTES = 1 << 28  # of temporaries
 
 
-def pack(packed: Packed, decoder: Decoder) -> Tensor:
+class Layout(NamedTuple):
+    """Where the kernels of a family find a weight's codes: a permutation of a blob's bits.
+
+    Attributes:
+        fragment: Codes (rows, K) and the bits of an operand's element -> (row tile, K tile, ...,
+            32): last, what a thread decodes together, in the order of its registers.
+        chunk: A word for each bit of 32 codes, (..., bits) -> (row tile, K tile, words of a blob).
+    """
+
+    fragment: Callable[[Tensor, int], Tensor]
+    chunk: Callable[[Tensor], Tensor]
+
+
+def pack(packed: Packed, decoder: Decoder, layout: Layout) -> Tensor:
     """(row tiles, K tiles, bytes) uint8; rows past N and columns past K hold zeros.
 
     Whatever number a zero code is, it meets activations that are zero there.
@@ -38,7 +54,7 @@ def pack(packed: Packed, decoder: Decoder) -> Tensor:
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
         part = pad_columns(decoder.stored(pad_rows(codes[rows])))
         out = blobs[start : start + len(part) // ROWS]
-        out[..., :size] = pack_codes(part, decoder)
+        out[..., :size] = pack_codes(part, decoder, layout)
         if grid is not None:
             out[..., size:] = pack_grid(pad_rows(grid[rows]), decoder, k)
     return blobs
@@ -49,15 +65,15 @@ def packed_bytes(n: int, k: int, decoder: Decoder) -> int:
     return -(-n // ROWS) * k_tiles(k) * decoder.blob_bytes
 
 
-def pack_codes(codes: Tensor, decoder: Decoder) -> Tensor:
+def pack_codes(codes: Tensor, decoder: Decoder, layout: Layout) -> Tensor:
     """(rows, K) -> (row tiles, K tiles, bytes of codes)."""
-    f = fragment(codes, decoder.held)
+    f = layout.fragment(codes, decoder.held)
     b = torch.arange(decoder.bits, device=codes.device, dtype=torch.uint8)
     bits = ((f[..., None] >> b) & 1).flatten(-2)  # (..., 32 * bits): bit of code innermost
     stored = bits[..., decoder.order().to(codes.device)]
     words = planes_of.pack(stored.reshape(-1, stored.shape[-1]), 1)[0]
     words = ~words if decoder.verbatim else words
-    return chunk(words.view(*f.shape[:-1], decoder.bits)).view(torch.uint8)
+    return layout.chunk(words.view(*f.shape[:-1], decoder.bits)).view(torch.uint8)
 
 
 def pack_grid(grid: Tensor, decoder: Decoder, k: int) -> Tensor:
@@ -97,6 +113,10 @@ def chunk(words: Tensor) -> Tensor:
     if count > whole:
         parts.append(flat[..., whole:].flatten(-2))
     return torch.cat(parts, -1).flatten(2)
+
+
+# The left operand of WGMMA, and of `mma.sync`, where threads hold it in registers.
+REGISTERS = Layout(fragment, chunk)
 
 
 def k_tiles(k: int) -> int:
