@@ -1,4 +1,4 @@
-"""Every script of examples/, run on models/pico in a folder of its own."""
+"""Every script of examples/, run on a short models/pico in a folder of its own."""
 
 import json
 import runpy
@@ -19,6 +19,7 @@ from anybit.engine.llm import LLM
 from anybit.evaluate.model import load_text_model
 from anybit.nn.model import quantized_layers
 from anybit.serve.server import Settings
+from tests import tiny
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +27,8 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: it has models/ as the repository does, and takes what is written."""
-    (tmp_path / "models").symlink_to(ROOT / "models")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/pico").symlink_to(tiny.short_pico())
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -41,13 +43,13 @@ def test_one_line_fp6(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     left = run("one_line_fp6", monkeypatch)
     dense = dict(load_text_model("models/pico", "cpu")[0].named_modules())
     layers = dict(quantized_layers(left["model"]))
-    assert len(layers) == 56
+    assert len(layers) == 14
     for name, layer in layers.items():
         expected = anybit.dequantize(anybit.quantize_tensor(dense[name].weight, "fp6"))
         assert torch.equal(anybit.dequantize(layer.packed), expected)
     text = capsys.readouterr().out
     assert text.startswith(left["PROMPT"])
-    assert "return" in text or "for" in text
+    assert len(text) > len(left["PROMPT"]) + 20
 
 
 def test_own_format(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +68,7 @@ def test_own_format(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert 0.001 < error("normal") < 0.9 * error("int4")
     finally:
         FORMATS.pop("normal", None)
-    assert len(capsys.readouterr().out.split()) > 5
+    assert len(capsys.readouterr().out) > 20
 
 
 def test_quantize_and_chat(
@@ -76,7 +78,7 @@ def test_quantize_and_chat(
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or end_of_input())
     run("quantize_and_chat", monkeypatch)
     text = capsys.readouterr().out
-    assert "56 layers" in text
+    assert "14 layers" in text
     assert "[64 tokens" in text
     saved = dict(quantized_layers(load(folder / "out/chat")))
     assert {layer.scheme for layer in saved.values()} == {"int4:group=64,zero"}
@@ -89,11 +91,11 @@ def end_of_input() -> str:
 def test_plan_under_budget(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    left = run("plan_under_budget", monkeypatch, 3.2)
+    left = run("plan_under_budget", monkeypatch, 0.8)
     stored = sum(
         tensor.nbytes for _, layer in quantized_layers(left["model"]) for tensor in layer.buffers()
     )
-    assert 3.1e6 < stored <= 3.2e6
+    assert 0.77e6 < stored <= 0.8e6
     assert len({layer.scheme for _, layer in quantized_layers(left["model"])}) > 1
     linear = sum(
         m.weight.numel()
@@ -122,7 +124,7 @@ def test_sparse_finetune(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         assert float(left["loss"](left["held_out"])) == pytest.approx(after, abs=0.05)
     layers = dict(quantized_layers(load(folder / "out/sparse")))
-    assert len(layers) == 56
+    assert len(layers) == 14
     for layer in layers.values():
         assert layer.scheme == "sparse"
         pairs = layer.dequantize().unflatten(1, (-1, 2))
@@ -148,5 +150,5 @@ def test_w4a8_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "liquid@int8" in json.dumps(config["quantization_config"])
     with safe_open(folder / "out/w4a8/model.safetensors", "pt") as saved:
         names = list(saved.keys())
-    assert sum(name.endswith(".step") for name in names) == 56  # LiquidQuant's second level
-    assert sum(name.endswith(".k_scale") for name in names) == 8
+    assert sum(name.endswith(".step") for name in names) == 14  # LiquidQuant's second level
+    assert sum(name.endswith(".k_scale") for name in names) == 2
