@@ -48,6 +48,13 @@ quick: .venv/.installed  ## Lint, and run the tests closest to what differs from
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo --no-cache
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.quick --seconds 40
 
+size:  ## Count lines of code by folder, and words of pages.
+	@for folder in anybit/* tests benchmarks docs/tables; do \
+		printf '%7d lines  %s\n' "$$(git ls-files $$folder | grep '\.py$$' | tr '\n' '\0' | xargs -0 cat | wc -l)" $$folder; \
+	done | grep -v ' 0 lines' | sort -rn
+	@printf '%7d lines  anybit\n' "$$(git ls-files anybit | grep '\.py$$' | tr '\n' '\0' | xargs -0 cat | wc -l)"
+	@printf '%7d words  README and docs\n' "$$(cat README.md docs/*.md docs/papers/*.md | wc -w)"
+
 docs: .venv/.installed  ## Build the documentation into site/; open site/index.html.
 	@echo "== mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -201,6 +208,6 @@ soak: .venv/.installed  ## Ten minutes of mixed load on a server: no token lost,
 clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-* out build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 
-.PHONY: help demo test quick lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
+.PHONY: help demo test quick size lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
 	test-installs test-clients test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help
