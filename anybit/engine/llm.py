@@ -143,7 +143,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         draft: str | Path | Loaded | None = None,
         draft_tokens: int = 4,
-        max_itl: float | None = 30.0,
+        max_itl: float | None = 20.0,
         kernels: str | Path | None = None,
     ):
         check_choice("dtype", dtype, ("auto", *DTYPES))

@@ -65,7 +65,7 @@ def serve(
     length: Length = None,
     kv_gb: KvGb = None,
     max_running: MaxRunning = 256,
-    max_itl: MaxItl = 30.0,
+    max_itl: MaxItl = 20.0,
     queue: Queue = 256,
     grace: Grace = 30.0,
     api_keys: ApiKeys = None,
