@@ -26,6 +26,7 @@ from anybit.kernels.cute.cells import Cells, cells_of, multiply_decoded
 from anybit.kernels.cute.operands import NAMES, decoder_for
 from anybit.kernels.hopper import build as hopper
 from anybit.kernels.hopper import (
+    choices,
     codebook_linear,
     codebook_tiles,
     expert_tiles,
@@ -83,7 +84,7 @@ def scalar(x: Tensor, weight: Any, starts: Tensor | None) -> Iterator[Timed]:
         else:
             wanted = t.tokens < 16 * max(m / experts, 1)
         if wanted:
-            call = partial(scalar_linear.multiply, *given, tile=t, starts=starts)
+            call = partial(scalar_linear.multiply, *given, choice=choices.one(t, n), starts=starts)
             yield "wgmma", told_tile(t), lambda w, c=call: c(prepared=w, bias=None, dtype=HALF)
     some = mma.candidates(d, gpu, m, n) if starts is None else expert_tiles.family_few(d, chip)
     for few_tile in some if tiles.has_mma(d) else ():

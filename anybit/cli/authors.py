@@ -38,11 +38,12 @@ def tune(
         str, typer.Option(help="Token counts (batch sizes) to time, such as 1,16,256.")
     ] = "1,4,16,64,256,1024",
 ) -> None:
-    """Find the fastest tiles for this GPU, and use them from now on.
+    """Find the fastest launches for this GPU, and use them from now on.
 
-    Of the kernels for mma.sync where they take the layer, else of Triton's. The shipped tiles were
-    measured on an H200. Takes a minute or more for each format and shape; what is found is kept in
-    the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit.
+    Of the kernels that multiply such a layer: for Hopper, for mma.sync, or Triton's. Without this,
+    rules measured on an H200 choose. Takes a minute or more for each format and shape; what is
+    found is kept in the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit. Processes
+    that run already keep to what they read.
     """
     from anybit.measure.bench import parse_counts, parse_shape
     from anybit.measure.tune import tune as run

@@ -1,6 +1,6 @@
 """What a backend is: the weights that it prepares, and the activations that it multiplies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -123,6 +123,18 @@ class Backend(Protocol):
 
         Returns:
             (M, N) in `x.dtype`.
+        """
+
+
+@runtime_checkable
+class Tunable(Backend, Protocol):
+    """What a backend has besides if `anybit tune` may choose among its launches."""
+
+    def candidates(self, x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+        """Ways to multiply x (M, K), by the names that `tuned.py` keeps; none: there is one way.
+
+        Each takes weights like `prepared`, and returns y (M, N). It raises Unsupported where the
+        GPU has no room for it.
         """
 
 

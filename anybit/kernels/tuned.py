@@ -1,38 +1,54 @@
-"""Tiles that `anybit tune` found on this machine's GPU; they come before the shipped rules."""
+"""Launches that `anybit tune` found fastest on this machine's GPU; they come before the rules."""
 
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+
+from anybit.core.format import Format
+from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput
 from anybit.files.directory import cache_folder, write_json
 from anybit.kernels.backend import COUNTS
-from anybit.kernels.mma.tiles import Tile as MmaTile
-from anybit.kernels.triton.tiles import Tile as TritonTile
 from anybit.version import __version__
 
-FAMILIES = {"mma": MmaTile, "triton": TritonTile}  # backends that are tuned, best first
-Tile = MmaTile | TritonTile
-T = TypeVar("T", MmaTile, TritonTile)
 C = TypeVar("C", bound=Callable[..., Any])
-Cell = tuple[str, int, int]  # scheme, N, K
-Tuned = dict[Cell, list[tuple[int, Tile]]]  # most tokens of a tile's range, in rising order
+
+
+class Cell(NamedTuple):
+    """Whose launches are compared: those of a backend for a layer, and a dtype of activations."""
+
+    backend: str
+    scheme: str
+    dtype: str
+    n: int
+    k: int
+
+
+class Winner(NamedTuple):
+    """The fastest launch, by its backend's name for it, of those for up to `most` tokens."""
+
+    most: int
+    launch: str
+
+
+Tuned = dict[Cell, list[Winner]]  # in rising order
 _caches: list[Any] = []
 
 
 def tuned_file(gpu: str) -> Path:
-    """Where the tiles of a GPU lie, by its name as the driver gives it."""
+    """Where the launches of a GPU lie, by its name as the driver gives it."""
     return cache_folder() / f"tiles-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
 def cached(function: C) -> C:
-    """`lru_cache` for what follows from tuned tiles: `save` makes it forget."""
+    """`lru_cache` for what follows from tuned launches: `save` makes it forget."""
     made: Any = lru_cache(COUNTS)(function)
     _caches.append(made)
     return made
@@ -43,13 +59,20 @@ def forget() -> None:
         each.cache_clear()
 
 
-def save(gpu: str, tiles: Tuned) -> Path:
-    """Add the tiles of some cells to the GPU's file, in the place of their family's."""
+def save(gpu: str, found: Tuned) -> Path:
+    """Put some cells into the GPU's file."""
     path = tuned_file(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     with alone(path.parent):
         forget()  # others may have written
-        _add(gpu, tiles, path)
+        rows = [
+            cell._asdict() | winner._asdict()
+            for cell, winners in (load(gpu) | found).items()
+            for winner in winners
+        ]
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        write_json(unfinished, {"version": __version__, "gpu": gpu, "launches": rows})
+        os.replace(unfinished, path)
     forget()
     return path
 
@@ -71,26 +94,9 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _add(gpu: str, tiles: Tuned, path: Path) -> None:
-    merged = dict(load(gpu))
-    for cell, found in tiles.items():
-        fresh = {type(tile) for _, tile in found}
-        kept = [row for row in merged.get(cell, ()) if type(row[1]) not in fresh]
-        merged[cell] = [*kept, *found]
-    names = {kind: name for name, kind in FAMILIES.items()}
-    cells = [
-        {"scheme": s, "n": n, "k": k, "m": m, "backend": names[type(tile)], "tile": asdict(tile)}
-        for (s, n, k), found in merged.items()
-        for m, tile in found
-    ]
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    write_json(unfinished, {"version": __version__, "gpu": gpu, "tiles": cells})
-    os.replace(unfinished, path)
-
-
 @cached
 def load(gpu: str) -> Tuned:
-    """The tiles of a GPU; none when the file is absent, or of another version of anybit.
+    """The launches of a GPU; none when the file is absent, or of another version of anybit.
 
     Raises ValueError for a file that is no such list.
     """
@@ -100,20 +106,28 @@ def load(gpu: str) -> Tuned:
     out: Tuned = {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        for cell in data["tiles"] if data["version"] == __version__ else ():
-            key = (cell["scheme"], cell["n"], cell["k"])
-            tile = FAMILIES[cell["backend"]](**cell["tile"])
-            out.setdefault(key, []).append((cell["m"], tile))
+        for row in data["launches"] if data["version"] == __version__ else ():
+            cell = Cell(*(row[name] for name in Cell._fields))
+            out.setdefault(cell, []).append(Winner(row["most"], row["launch"]))
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput(
             f"{path} is damaged ({type(error).__name__}: {error}); delete it, and run `anybit "
             "tune` again"
         ) from None
-    return {key: sorted(found, key=lambda row: row[0]) for key, found in out.items()}
+    return {cell: sorted(winners) for cell, winners in out.items()}
 
 
-def tile_for(kind: type[T], gpu: str, scheme: str, m: int, n: int, k: int) -> T | None:
-    """The tile of this kind tuned for the next larger number of tokens, or None."""
-    found = load(gpu).get((scheme, n, k), ())
-    tiles = (tile for most, tile in found if m <= most and isinstance(tile, kind))
-    return next(tiles, None)
+def cell_of(
+    backend: str, fmt: Format, activation: str | None, dtype: torch.dtype, n: int, k: int
+) -> Cell:
+    """The cell of a layer. dtype: of y."""
+    name = str(dtype).removeprefix("torch.")
+    return Cell(backend, scheme_name(fmt, activation), name, n, k)
+
+
+def winner(cell: Cell, m: int, device: torch.device) -> Winner | None:
+    """What is tuned for m tokens or the next larger number, or None."""
+    if device.type != "cuda":
+        return None
+    winners = load(torch.cuda.get_device_name(device)).get(cell, ())
+    return next((found for found in winners if m <= found.most), None)

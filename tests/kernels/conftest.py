@@ -20,9 +20,12 @@ def compilers() -> Iterator[Callable[..., Executor]]:
 @pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hopper kernels are chosen for an H200, and no choice for it outlives the test."""
+    import torch
+
     from anybit.kernels.hopper import scalar_linear
     from anybit.kernels.hopper.chip import H200
 
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     scalar_linear.chosen.cache_clear()
     monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
     yield

@@ -145,6 +145,7 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return Chip(78, H200.read)
 
     monkeypatch.setattr(scalar_linear, "chip_of", chip_of)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a slice")
     loaded: list[int] = []
     for module in (scalar_linear, scalar_linear.mma):
         monkeypatch.setattr(module, "loaded", lambda kernel, device: loaded.append(device))

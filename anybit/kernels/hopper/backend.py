@@ -5,7 +5,7 @@ codes are rows of a table. A kernel comes from the cache (see `jit.py`), else it
 it where the DSL is installed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -58,6 +58,12 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "hopper")
     return family(prepared.format).linear(x, prepared, bias)
+
+
+def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+    """See `backend.Tunable`; not of codebooks so far."""
+    scalar = family(prepared.format) is scalar_linear
+    return scalar_linear.candidates(x, prepared) if scalar else {}
 
 
 def takes_experts(layer: LayerSpec) -> bool:

@@ -3,12 +3,14 @@
 One launch of this family's main loop; two, where tiles leave the last wave nearly empty, so that
 most multiprocessors would have nothing to do for as long as a tile takes: whole waves of tiles, and
 the last rows by other tiles; a kernel of `kernels/mma` for few tokens, which reads the same blobs;
-or, of a weight that decodes slowly, a decoded copy and its product.
+or, of a weight that decodes slowly, a decoded copy and its product. What `anybit tune` has found on
+the user's GPU comes before the model.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from anybit.kernels.backend import COUNTS
@@ -19,6 +21,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
 from anybit.kernels.mma import tiles as mma
+from anybit.kernels.tuned import Winner
 
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
@@ -47,11 +50,36 @@ class Choice(NamedTuple):
     copy: bool = False
     parts: tuple[Part, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """What `anybit tune` calls it: by its tiles; rows follow from them and the problem."""
+        some = [self.few.name] if self.few else [part.tile.name for part in self.parts]
+        return " + ".join(["copy"] * self.copy + some)
+
+
+def one(tile: Tile, n: int) -> Choice:
+    """One launch of this family."""
+    return Choice(parts=(Part(tile, 0, n),))
+
 
 @lru_cache(COUNTS)
-def choose(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Choice:
-    """The way for y (m, n) = x (m, k) w (n, k)^T."""
-    return min(ways(d, m, n, k, chip), key=lambda way: way[0])[1]
+def choose(
+    d: Decoder, m: int, n: int, k: int, chip: Chip = H200, tuned: Winner | None = None
+) -> Choice:
+    """The way for y (m, n) = x (m, k) w (n, k)^T.
+
+    tuned: What was fastest for m or more tokens. Between numbers that were timed, it is taken as
+    long as the model ranks it no worse than it did there: by so much the model was wrong.
+    """
+    here = list(ways(d, m, n, k, chip))
+    least, best = min(here, key=itemgetter(0))
+    if tuned:
+        now = [(time, way) for time, way in here if way.name == tuned.launch]
+        there = list(ways(d, tuned.most, n, k, chip))
+        then = [time for time, way in there if way.name == tuned.launch]
+        if now and then and now[0][0] / least <= then[0] / min(time for time, _ in there):
+            return now[0][1]
+    return best
 
 
 def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Iterator[tuple[float, Choice]]:
@@ -59,30 +87,28 @@ def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Iterator[tupl
     gpu = tiles.gpu_for(chip)
     for few in mma.candidates(d, gpu, m, n) if tiles.has_mma(d) else ():
         yield cycles(mma.work(few, d, gpu, m, n, k), chip.read), Choice(few)
-    found, tile = fastest(tiles.family(d), d, m, n, k, chip)
-    yield found, Choice(parts=(Part(tile, 0, n),))
+    single = launches(tiles.family(d), d, m, n, k, chip)
+    yield from ((time, one(tile, n)) for time, tile in single)
     if m > tiles.MOST_HELD:
         if d.slot == 16 and not slow(d):
-            two = two_launches(d, m, n, k, chip)
-            yield from (way for way in two if way[0] < WORTH * found)
+            most = WORTH * min(time for time, _ in single)
+            yield from (way for way in two_launches(d, m, n, k, chip) if way[0] < most)
         if tiles.may_copy(d):
             copied = cycles(decoding(d, n, k, chip), chip.read)
             if d.slot == 16:
                 yield copied + cycles(library(m, n, k, chip), chip.read), Choice(copy=True)
             else:
-                found, tile = fastest(copied_tiles(), BYTES, m, n, k, chip)
-                yield copied + found, Choice(copy=True, parts=(Part(tile, 0, n),))
+                for time, tile in launches(copied_tiles(), BYTES, m, n, k, chip):
+                    yield copied + time, one(tile, n)._replace(copy=True)
 
 
-def fastest(
+def launches(
     family: Sequence[Tile], d: Decoder, m: int, n: int, k: int, chip: Chip
-) -> tuple[float, Tile]:
-    """The clock cycles of one launch, and its tile."""
+) -> list[tuple[float, Tile]]:
+    """The tiles that suit a problem, with the clock cycles of one launch."""
     found = [t for t in family if tiles.suits(t, d, m, n, k, chip)]
     found = found or [t for t in family if t.split == 1 and not t.stream_k]
-    times = {t: cycles(tiles.work(t, d, m, n, k, chip), chip.read) for t in found}
-    best = min(times, key=times.__getitem__)
-    return times[best], best
+    return [(cycles(tiles.work(t, d, m, n, k, chip), chip.read), t) for t in found]
 
 
 @cache
@@ -101,11 +127,12 @@ def two_launches(d: Decoder, m: int, n: int, k: int, chip: Chip) -> Iterator[tup
         if not rows:
             continue
         if rows not in behind:
-            behind[rows] = fastest(tiles.family(d), d, m, n - rows, k, chip)
-        time, rest = behind[rows]
+            rest = launches(tiles.family(d), d, m, n - rows, k, chip)
+            behind[rows] = min(rest, key=itemgetter(0))
+        time, last = behind[rows]
         time += cycles(tiles.work(first, d, m, rows, k, chip), chip.read)
         time += cycles(SECOND, chip.read)
-        yield time, Choice(parts=(Part(first, 0, rows), Part(rest, rows, n - rows)))
+        yield time, Choice(parts=(Part(first, 0, rows), Part(last, rows, n - rows)))
 
 
 def whole_waves(tile: Tile, m: int, n: int, chip: Chip = H200) -> int:

@@ -1,14 +1,14 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.kernels.backend import COUNTS, Activations, LayerSpec, Prepared
+from anybit.kernels import tuned
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute import products
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, missing_kernels
@@ -28,7 +28,7 @@ from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.cute.products import Launch, on_its_device
 from anybit.kernels.hopper import choices, tiles
 from anybit.kernels.hopper.chip import Chip, chip_of
-from anybit.kernels.hopper.choices import Choice, Part
+from anybit.kernels.hopper.choices import Choice
 from anybit.kernels.hopper.expert_tiles import (
     choose_experts,
     family_few,
@@ -94,6 +94,17 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
 
 
+def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+    """See `backend.Tunable`."""
+    given = tokens(x, prepared)
+    d, chip = decoder_for(prepared.format, given[0].dtype), chip_of(x.device)
+
+    def call(way: Choice) -> Callable[[Prepared], Tensor]:
+        return lambda weight: multiply(*given, weight, None, x.dtype, way)
+
+    return {way.name: call(way) for _, way in choices.ways(d, len(x), *prepared.shape, chip)}
+
+
 def linear_experts(x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
     """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
     return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
@@ -107,7 +118,7 @@ def multiply(
     prepared: Prepared,
     bias: Tensor | None,
     dtype: torch.dtype,
-    tile: Tile | None = None,
+    choice: Choice | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
@@ -118,7 +129,7 @@ def multiply(
         prepared: By `operands.prepare`.
         bias: (N,), or None.
         dtype: Of y.
-        tile: Instead of the rule's.
+        choice: Instead of the rules'.
         starts: (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the
             weights of expert e. `prepared` is `operands.prepare_experts`'s then; there is no bias.
     """
@@ -126,7 +137,7 @@ def multiply(
     if not m:
         return torch.empty(0, n, dtype=dtype, device=x.device)
     experts, fmt = 0 if starts is None else len(starts) - 1, prepared.format
-    way = chosen(fmt, prepared.activation, x.dtype, m, n, k, dtype, x.device, tile, experts)
+    way = chosen(fmt, prepared.activation, x.dtype, m, n, k, dtype, x.device, choice, experts)
     if not way.launches:
         assert way.copy is not None
         return multiply_decoded(x, way.copy, prepared, offsets(bias, n, dtype))
@@ -157,7 +168,7 @@ def multiply_decoded(
     return y
 
 
-@lru_cache(COUNTS)
+@tuned.cached
 def chosen(
     fmt: Format,
     activation: str | None,
@@ -167,19 +178,18 @@ def chosen(
     k: int,
     dtype: torch.dtype,
     device: torch.device,
-    tile: Tile | None,
+    choice: Choice | None,
     experts: int,
 ) -> Way:
-    """How a problem is multiplied: by the rules, or with a tile; every launch asks it."""
+    """How a problem is multiplied: by the rules, or as told; every launch asks it."""
     d, chip = decoder_for(fmt, x_dtype), chip_of(device)
     gpu, output = tiles.gpu_for(chip), NAMES[dtype]
-    if tile:
-        choice = Choice(parts=(Part(tile, 0, n),))
-    elif experts:
+    if choice is None and experts:
         found = choose_experts(d, m, n, k, experts, chip)
-        choice = Choice(parts=(Part(found, 0, n),)) if isinstance(found, Tile) else Choice(found)
-    else:
-        choice = choices.choose(d, m, n, k, chip)
+        choice = choices.one(found, n) if isinstance(found, Tile) else Choice(found)
+    elif choice is None:
+        cell = tuned.cell_of("hopper", fmt, activation, dtype, n, k)
+        choice = choices.choose(d, m, n, k, chip, tuned.winner(cell, m, device))
     if choice.few:
         kernel = mma_tiles.kernel_of(d, gpu, choice.few, output)
         assert kernel is not None

@@ -5,7 +5,7 @@ were measured on few GPUs, so each must pass a self-test on the GPU at hand befo
 (`selftest.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ def prepare(
     """See `operands.prepare` and `cells.prepare`."""
     make = codebooks.prepare if codebooks.takes(packed.format) else operands.prepare
     return make(packed, activation, dtype)
+
+
+def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+    """See `backend.Tunable`; each codebook has one kernel."""
+    return {} if codebooks.takes(prepared.format) else products.candidates(x, prepared)
 
 
 def takes_experts(layer: LayerSpec) -> bool:

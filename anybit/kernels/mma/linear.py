@@ -1,10 +1,11 @@
 """Products of the `mma.sync` family: which kernel, its workspace, its launch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
@@ -21,6 +22,19 @@ from anybit.kernels.mma.tiles import Gpu, Kernel, Tile, gpu_of
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
+
+
+def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+    """See `backend.Tunable`."""
+    given, gpu = tokens(x, prepared), gpu_of(x.device)
+    decoder = decoder_for(prepared.format, given[0].dtype)
+
+    def call(tile: Tile) -> Callable[[Prepared], Tensor]:
+        kernel = tiles.kernel_of(decoder, gpu, tile, NAMES[x.dtype])
+        return lambda weight: multiply(*given, weight, None, x.dtype, kernel)
+
+    every = tiles.tried(decoder, gpu, len(x), prepared.shape[0])
+    return {tile.name: call(tile) for tile in every}
 
 
 def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
@@ -114,17 +128,15 @@ def chosen(
     experts: int,
 ) -> tuple[Kernel, int]:
     """The kernel for a problem, as tuned or by the rule, and its grid."""
-    decoder, scheme = decoder_for(fmt, x_dtype), scheme_name(fmt, activation)
-    gpu, kernel, cell = gpu_of(device), None, tuned_as(scheme, dtype)
-    tile = tuned.tile_for(Tile, torch.cuda.get_device_name(device), cell, m, n, k)
-    if tile is not None and not experts:
+    decoder, gpu, tile = decoder_for(fmt, x_dtype), gpu_of(device), None
+    cell = tuned.cell_of("mma", fmt, activation, dtype, n, k)
+    if not experts and (found := tuned.winner(cell, m, device)):
+        every = tiles.tried(decoder, gpu, found.most, n)
+        tile = next((each for each in every if each.name == found.launch), None)
+    if tile:
         kernel = tiles.kernel_of(decoder, gpu, tile, NAMES[dtype])
-    kernel = kernel or tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype], experts)
+    else:
+        kernel = tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype], experts)
     if kernel is None:
-        raise Unsupported(f"{scheme}: no mma kernel for {m} tokens fits this GPU: {gpu}")
+        raise Unsupported(f"{cell.scheme}: no mma kernel for {m} tokens fits this GPU: {gpu}")
     return kernel, tiles.grid(kernel.tile, gpu, m, n, k, experts)
-
-
-def tuned_as(scheme: str, dtype: torch.dtype) -> str:
-    """What `tuned.py` calls a scheme: a tile that does for one dtype may spill for another."""
-    return f"{scheme} in {NAMES[dtype]}"

@@ -256,6 +256,24 @@ def decodes(decoder: Decoder, m: int) -> bool:
     return decoder.slot == 16 and m >= DENSE_FROM
 
 
+def tried(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
+    """What `anybit tune` compares: the rule's tile, and a short list of others that fit."""
+    if m <= NARROW:
+        tokens = 8 if m <= 8 else 16
+        shapes = [(2, 8, 1), (2, 8, 2), (1, 8, 2), (1, 8, 3), (2, 4, 2), (2, 4, 3), (1, 4, 4)]
+        wanted = [Tile(tokens, s, w, ctas=c, kind="narrow") for s, w, c in shapes]
+        wanted += [Tile(tokens, 2, 4, ctas=c) for c in (3, 4)]
+    else:
+        most = 128 if decoder.slot == 8 else 64
+        sizes = sorted({min(most, t) for t in (32, 64, 128) if t < 2 * m})
+        shapes = [(2, 4, 1), (2, 4, 2), (2, 4, 3), (2, 8, 1), (4, 4, 1)]
+        wanted = [Tile(t, s, w, ctas=c) for t in sizes[-2:] for s, w, c in shapes]
+    fit = [fitted(tile, decoder, gpu, 2, 5) for tile in wanted]
+    dense = DECODE if decoder.slot == 16 and m >= 128 else None
+    every = choose(decoder, gpu, m, n), dense, *fit
+    return [tile for tile in dict.fromkeys(every) if tile]
+
+
 def kernel_for(
     decoder: Decoder, gpu: Gpu, m: int, n: int, output: str, experts: int = 0
 ) -> Kernel | None:

@@ -4,11 +4,14 @@ Programs that split a layer's K meet at locks that belong to the layer: it must 
 streams at the same time.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from anybit.core.packed import Packed
-from anybit.core.scheme import scheme_name
+from anybit.errors import Unsupported
 from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
 from anybit.kernels.triton import layout as layouts
@@ -65,8 +68,24 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
         rows = x
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    tile = tile_for(layout, prepared.activation, len(rows), *prepared.shape, rows.device)
-    return multiply(rows, prepared, bias, tile, scale, x.dtype)
+    of_layer = layout, prepared.activation, x.dtype, len(rows), *prepared.shape
+    return multiply(rows, prepared, bias, tile_for(*of_layer, rows.device), scale, x.dtype)
+
+
+def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+    """See `backend.Tunable`."""
+    from triton.runtime.errors import OutOfResources
+
+    layout, dense = layout_of(prepared.format, prepared.activation), prepared.activation is None
+
+    def run(tile: Tile, weight: Prepared) -> Tensor:
+        try:
+            return multiply(x, weight, None, tile)
+        except OutOfResources as error:
+            raise Unsupported(str(error)) from None
+
+    every = tiles.tried(family(layout), len(x), prepared.shape[0], dense)
+    return {str(tile): partial(run, tile) for tile in every}
 
 
 def multiply(
@@ -105,16 +124,22 @@ def multiply(
 
 @tuned.cached
 def tile_for(
-    layout: Layout, activation: str | None, m: int, n: int, k: int, device: torch.device
+    layout: Layout,
+    activation: str | None,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    k: int,
+    device: torch.device,
 ) -> Tile:
-    """The tile that was tuned on this GPU, else the shipped one."""
-    if device.type == "cuda":
-        scheme = scheme_name(layout.fmt, activation)
-        gpu = torch.cuda.get_device_name(device)
-        tile = tuned.tile_for(Tile, gpu, scheme, m, n, k)
-        if tile is not None:
+    """The tile that was tuned on this GPU, else the shipped one. dtype: of y."""
+    dense = activation is None
+    cell = tuned.cell_of("triton", layout.fmt, activation, dtype, n, k)
+    if found := tuned.winner(cell, m, device):
+        every = tiles.tried(family(layout), found.most, n, dense)
+        if tile := next((each for each in every if str(each) == found.launch), None):
             return tile
-    return tiles.choose(family(layout), m, n, dense=activation is None)
+    return tiles.choose(family(layout), m, n, dense)
 
 
 def family(layout: Layout) -> str:
