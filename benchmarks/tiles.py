@@ -107,8 +107,7 @@ def codebook(x: Tensor, weight: Any) -> Iterator[Timed]:
         yield "codebook", text, lambda w, p=plan: codebook_linear.multiply(x, w, None, p)
     for t in lookup.candidates(d) if m > lookup.FEW else ():
         if m / 16 <= t.tokens < max(4 * m, 64) and tiles.fits_once(t, d, m, n, k, chip):
-            call = partial(codebook_linear.multiply_many, x, tile=t)
-            yield "lookup", told_tile(t), lambda w, c=call: c(w, None)
+            yield "lookup", told_tile(t), lambda w, t=t: codebook_linear.multiply(x, w, None, t)
     if m >= 256:
         yield "decoded", "", lambda w: multiply_decoded(x, w, None)
 

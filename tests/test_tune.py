@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from anybit.kernels.backend import LayerSpec, Tunable
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.jit import BuildError
-from anybit.kernels.hopper import choices, scalar_linear
+from anybit.kernels.hopper import choices, codebook_linear, lookup, scalar_linear
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.mma import linear
 from anybit.kernels.mma import tiles as mma_tiles
@@ -36,7 +37,7 @@ from tests.kernels.mma import GPUS
 
 GPU = "NVIDIA Something 90"
 CUDA, HALF, BRAIN = torch.device("cuda", 0), torch.float16, torch.bfloat16
-SCHEME, N, K = "int4:group=128", 6144, 4096
+SCHEME, BOOK, N, K = "int4:group=128", "codebook:m=2,v=8,b=8,group=128", 6144, 4096
 CELL = Cell("triton", "int4", "float16", 256, 512)
 FEW, MANY = Winner(4, "a launch"), Winner(64, "another")
 
@@ -54,15 +55,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Family(NamedTuple):
-    """How a family chooses for `SCHEME` and K inputs.
+    """How a family chooses for a scheme and K inputs.
 
     Attributes:
         name: Of the backend.
+        scheme: Its layer's.
         choose: (tokens, dtype, rows) -> the name of the launch.
         offered: Tokens -> the names that may be tuned.
     """
 
     name: str
+    scheme: str
     choose: Callable[..., str]
     offered: Callable[[int], list[str]]
 
@@ -73,7 +76,10 @@ def triton_family(monkeypatch: pytest.MonkeyPatch) -> Family:
     def choose(m: int, dtype: torch.dtype = BRAIN, n: int = N) -> str:
         return str(backend.tile_for(layout, None, dtype, m, n, K, CUDA))
 
-    return Family("triton", choose, lambda m: [str(t) for t in tiles.tried("groups", m, N, True)])
+    def offered(m: int) -> list[str]:
+        return [str(tile) for tile in tiles.tried("groups", m, N, True)]
+
+    return Family("triton", SCHEME, choose, offered)
 
 
 def mma_family(monkeypatch: pytest.MonkeyPatch) -> Family:
@@ -84,7 +90,7 @@ def mma_family(monkeypatch: pytest.MonkeyPatch) -> Family:
         return linear.chosen(fmt, None, dtype, m, n, K, dtype, CUDA, 0)[0].tile.name
 
     d = decoder_of(SCHEME)
-    return Family("mma", choose, lambda m: [t.name for t in mma_tiles.tried(d, gpu, m, N)])
+    return Family("mma", SCHEME, choose, lambda m: [t.name for t in mma_tiles.tried(d, gpu, m, N)])
 
 
 def hopper_family(monkeypatch: pytest.MonkeyPatch) -> Family:
@@ -98,11 +104,36 @@ def hopper_family(monkeypatch: pytest.MonkeyPatch) -> Family:
         scalar_linear.chosen(fmt, None, dtype, m, n, K, dtype, CUDA, None, 0)
         return seen[-1].name
 
-    d = decoder_of(SCHEME)
-    return Family("hopper", choose, lambda m: [way.name for _, way in choices.ways(d, m, N, K)])
+    def offered(m: int) -> list[str]:
+        return [way.name for _, way in choices.ways(decoder_of(SCHEME), m, N, K)]
+
+    return Family("hopper", SCHEME, choose, offered)
 
 
-@pytest.fixture(params=[triton_family, mma_family, hopper_family])
+def codebook_family(monkeypatch: pytest.MonkeyPatch) -> Family:
+    fmt, seen, by_cost = anybit.get_format(BOOK), [], lookup.choose
+    launcher = SimpleNamespace(most_clusters=lambda cluster, shared: 16)
+    for module in (scalar_linear, codebook_linear):
+        monkeypatch.setattr(module, "loaded", lambda kernel, device: launcher)
+        monkeypatch.setattr(module, "chip_of", lambda device: H200)
+
+    def spy(*args: Any) -> Any:
+        seen.append(by_cost(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(codebook_linear, "choose", spy)
+
+    def choose(m: int, dtype: torch.dtype = BRAIN, n: int = N) -> str:
+        codebook_linear.chosen(fmt, m, n, K, dtype, CUDA, None)
+        return seen[-1].name
+
+    def offered(m: int) -> list[str]:
+        return [way.name for _, way in lookup.ways(lookup.lookup(fmt, BRAIN), m, N, K)]
+
+    return Family("hopper", fmt.spec, choose, offered)
+
+
+@pytest.fixture(params=[triton_family, mma_family, hopper_family, codebook_family])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Family:
     made: Family = request.param(monkeypatch)
     return made
@@ -116,10 +147,10 @@ def decoder_of(scheme: str) -> Decoder:
 @pytest.mark.parametrize("most", [8, 256])
 def test_what_is_tuned_comes_before_the_rules(family: Family, most: int) -> None:
     """For layers that were multiplied before as well."""
-    name, choose, offered = family
+    name, scheme, choose, offered = family
     elsewhere = [(most, HALF, N), (most, BRAIN, N // 2), (most + 1, BRAIN, N)]
     rule, rules = choose(most), [choose(*problem) for problem in elsewhere]
-    names, cell = offered(most), Cell(name, SCHEME, "bfloat16", N, K)
+    names, cell = offered(most), Cell(name, scheme, "bfloat16", N, K)
     assert len(names) == len(set(names)) > 1
     for other in names:
         tuned.save(GPU, {cell: [Winner(most, other)]})
@@ -132,7 +163,7 @@ def test_what_is_tuned_comes_before_the_rules(family: Family, most: int) -> None
 
 
 def test_the_next_larger_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, choose, offered = mma_family(monkeypatch)
+    _, _, choose, offered = mma_family(monkeypatch)
     few, many = offered(4)[-1], offered(64)[-1]
     cell = Cell("mma", SCHEME, "bfloat16", N, K)
     tuned.save(GPU, {cell: [Winner(64, many), Winner(4, few)]})
@@ -141,7 +172,7 @@ def test_the_next_larger_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_between_numbers_of_tokens_the_model_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is best for 1,024 tokens is not imposed on 65, but holds where the model agrees."""
-    _, choose, offered = hopper_family(monkeypatch)
+    _, _, choose, offered = hopper_family(monkeypatch)
     counts = range(65, 1025, 7)
     rules = [choose(m) for m in counts]
     for other in offered(1024):
@@ -252,6 +283,24 @@ def test_every_candidate_is_compared_and_takes_its_turn(
     monkeypatch.setattr(family, "multiply", exact(packed, spilling, wrong=0.1))
     with pytest.raises(RuntimeError, match=f"{fmt.spec} M=3 .*: wrong by 1"):
         next(tune.time_layer(name, packed, activation, BRAIN, counts))
+
+
+def test_codebooks_have_plans_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
+    monkeypatch.setattr(timing, "CPU_SECONDS", 0)
+    packed = anybit.quantize_tensor(torch.randn(40, 256), BOOK)
+
+    def multiply(x: Tensor, weight: Any, bias: None, way: Any) -> Tensor:
+        return (x.double() @ packed.dequantize().double().T).to(x.dtype)
+
+    monkeypatch.setattr(codebook_linear, "multiply", multiply)
+    found = dict(tune.time_layer("hopper", packed, None, BRAIN, [4, 16, 100, 16384]))
+    tiles_of = {m: [name for name in times if "cluster" not in name] for m, times in found.items()}
+    assert not tiles_of[4]
+    assert 0 < len(tiles_of[16]) < len(found[16])
+    assert tiles_of[100] == list(found[100])
+    assert found[4]
+    assert not found[16384]  # by a dense weight
 
 
 @pytest.mark.parametrize("scheme", ["int4:group=32", "liquid:group=32@int8"])

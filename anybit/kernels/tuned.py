@@ -3,11 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +20,17 @@ from anybit.kernels.backend import COUNTS
 from anybit.version import __version__
 
 C = TypeVar("C", bound=Callable[..., Any])
+
+
+class Named(Protocol):
+    """A way to multiply."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others for a layer."""
+
+
+W = TypeVar("W", bound=Named)
 
 
 class Cell(NamedTuple):
@@ -131,3 +143,28 @@ def winner(cell: Cell, m: int, device: torch.device) -> Winner | None:
         return None
     winners = load(torch.cuda.get_device_name(device)).get(cell, ())
     return next((found for found in winners if m <= found.most), None)
+
+
+def fastest(
+    ways: Callable[[int], Iterable[tuple[float, W]]], m: int, found: Winner | None
+) -> W | None:
+    """Of all ways for m tokens the one of the least time; None where there is none.
+
+    Between numbers of tokens that were timed, a winner is taken as long as the model ranks it no
+    worse than it did there: by so much the model was wrong.
+
+    Args:
+        ways: For a number of tokens, with the times that a model gives them.
+        m: Tokens.
+        found: What was fastest for these or some more tokens.
+    """
+    here = list(ways(m))
+    least, best = min(here, key=itemgetter(0), default=(0.0, None))
+    if found is None:
+        return best
+    there = list(ways(found.most))
+    now = [(time, way) for time, way in here if way.name == found.launch]
+    then = [time for time, way in there if way.name == found.launch]
+    if now and then and now[0][0] / least <= then[0] / min(time for time, _ in there):
+        return now[0][1]
+    return best

@@ -138,9 +138,12 @@ def test_thousands_of_tokens_meet_a_dense_weight(
     v: int, m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
-    problem = codebook(v, m), 16384, 4096, 4096, dtype, torch.device(DEVICE)
-    assert codebook_linear.lookup_tile(*problem) is None
-    monkeypatch.setattr(codebook_linear, "lookup_tile", lambda *problem: None)
+    problem = codebook(v, m), 16384, 4096, 4096, dtype, torch.device(DEVICE), None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert codebook_linear.chosen.__wrapped__(*problem) is None
+    monkeypatch.setattr(codebook_linear, "chosen", lambda *problem: None)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     torch.manual_seed(v)
     fmt = codebook(v, m)
     packed = random_packed(fmt, 264, 384).to(DEVICE)  # of the last blocks, a part
@@ -386,12 +389,10 @@ def test_every_number_of_clusters_is_launched(
     monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
     launcher = SimpleNamespace(most_clusters=lambda cluster, shared: told)
     monkeypatch.setattr(codebook_linear, "loaded", lambda kernel, device: launcher)
-    codebook_linear.launch_of.cache_clear()
-    fmt, device = codebook(8, 2), torch.device("cuda", 0)
     for m in (1, 2, 16):
-        found = codebook_linear.launch_of(fmt, m, n, k, HALF, device, None)
-        plan = choose(cut(fmt), m, n, k, "float16")
+        plan = choose(cut(codebook(8, 2)), m, n, k, "float16")
         assert plan is not None
+        found = codebook_linear.launch_of(plan, n, H200, torch.device("cuda", 0))
         assert (found.cluster, found.splits) == (plan.cluster, plan.splits)
         tiles_of, teams = -(-n // ROWS), found.grid // (plan.cluster * plan.splits)
         assert 1 <= teams <= tiles_of
@@ -399,7 +400,6 @@ def test_every_number_of_clusters_is_launched(
         assert found.shared <= MAX_SHARED
         if told != 1000 and plan.cluster > 1 and plan.kernel.tokens > 2:
             assert found.grid <= 132
-    codebook_linear.launch_of.cache_clear()
 
 
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

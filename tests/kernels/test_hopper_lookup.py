@@ -12,6 +12,7 @@ from anybit.core.packed import Packed
 from anybit.kernels.cute import cubin, jit
 from anybit.kernels.cute.cells import pack
 from anybit.kernels.hopper import build, tiles
+from anybit.kernels.hopper.codebook_tiles import Plan
 from anybit.kernels.hopper.lookup import LookupDecoder, WideTile, lookup
 from anybit.kernels.hopper.lookup import choose as choose_lookup
 from anybit.kernels.hopper.tile import Kernel, Tile
@@ -160,7 +161,7 @@ def test_lookups_fit(v: int, m: int) -> None:
         problems = product((512, 4096, 28672), (512, 4096, 14336), (17, 32, 64, 200, 1000))
         for n, k, tokens in problems:
             found = choose_lookup(d, tokens, n, k)
-            assert found is not None
+            assert isinstance(found, Tile)
             assert Kernel(d, found, d.operand) in kernels
             assert found.split <= k // 128
 
@@ -170,8 +171,9 @@ def test_many_tokens_are_looked_up_as_long_as_that_is_faster_than_a_decoded_copy
     assert isinstance(whole, LookupDecoder)
     assert isinstance(fine, LookupDecoder)
     found = choose_lookup(whole, 8192, 28672, 4096)
-    assert found is not None
+    assert isinstance(found, Tile)
     assert found.tokens >= 128
-    assert choose_lookup(whole, 8, 28672, 4096) is None  # few tokens have kernels of their own
+    few = choose_lookup(whole, 8, 28672, 4096)
+    assert isinstance(few, Plan)  # few tokens have kernels of their own
     assert choose_lookup(whole, 16384, 28672, 4096) is None
     assert choose_lookup(fine, 4096, 28672, 4096) is None  # it has no tiles of 256 tokens

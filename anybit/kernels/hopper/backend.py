@@ -61,9 +61,9 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
-    """See `backend.Tunable`; not of codebooks so far."""
-    scalar = family(prepared.format) is scalar_linear
-    return scalar_linear.candidates(x, prepared) if scalar else {}
+    """See `backend.Tunable`."""
+    found: dict[str, Callable[[Prepared], Tensor]] = family(prepared.format).candidates(x, prepared)
+    return found
 
 
 def takes_experts(layer: LayerSpec) -> bool:

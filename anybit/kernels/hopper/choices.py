@@ -21,7 +21,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
 from anybit.kernels.mma import tiles as mma
-from anybit.kernels.tuned import Winner
+from anybit.kernels.tuned import Winner, fastest
 
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
@@ -64,21 +64,11 @@ def one(tile: Tile, n: int) -> Choice:
 
 @lru_cache(COUNTS)
 def choose(
-    d: Decoder, m: int, n: int, k: int, chip: Chip = H200, tuned: Winner | None = None
+    d: Decoder, m: int, n: int, k: int, chip: Chip = H200, found: Winner | None = None
 ) -> Choice:
-    """The way for y (m, n) = x (m, k) w (n, k)^T.
-
-    tuned: What was fastest for m or more tokens. Between numbers that were timed, it is taken as
-    long as the model ranks it no worse than it did there: by so much the model was wrong.
-    """
-    here = list(ways(d, m, n, k, chip))
-    least, best = min(here, key=itemgetter(0))
-    if tuned:
-        now = [(time, way) for time, way in here if way.name == tuned.launch]
-        there = list(ways(d, tuned.most, n, k, chip))
-        then = [time for time, way in there if way.name == tuned.launch]
-        if now and then and now[0][0] / least <= then[0] / min(time for time, _ in there):
-            return now[0][1]
+    """The way for y (m, n) = x (m, k) w (n, k)^T. found: as `tuned.fastest` takes it."""
+    best = fastest(lambda count: ways(d, count, n, k, chip), m, found)
+    assert best is not None
     return best
 
 

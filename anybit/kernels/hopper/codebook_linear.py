@@ -6,15 +6,15 @@ read the same layout. For thousands of tokens, or where a table leaves no room f
 kernel decodes it to a dense weight for the library's product.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.errors import InvalidInput
-from anybit.kernels.backend import COUNTS, Activations, LayerSpec, Prepared
+from anybit.kernels import tuned
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute import products
 from anybit.kernels.cute.cells import (
     ROWS,
@@ -33,11 +33,10 @@ from anybit.kernels.cute.operands import NAMES, aligned
 from anybit.kernels.cute.products import CodebookLaunch, Launch, on_its_device
 from anybit.kernels.hopper import codebook_tiles, scalar_linear
 from anybit.kernels.hopper.chip import H200, Chip, chip_of
-from anybit.kernels.hopper.choices import Choice, Part
+from anybit.kernels.hopper.choices import one
 from anybit.kernels.hopper.codebook_tiles import Plan
 from anybit.kernels.hopper.launch import ClusterLauncher
-from anybit.kernels.hopper.lookup import LookupDecoder, lookup
-from anybit.kernels.hopper.lookup import choose as choose_lookup
+from anybit.kernels.hopper.lookup import LookupDecoder, choose, lookup, ways
 from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.hopper.tiles import MAX_SHARED
@@ -82,88 +81,67 @@ def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
     assert isinstance(x, Tensor)
-    if lookup_tile(prepared.format, len(x), *prepared.shape, x.dtype, x.device) is not None:
-        return multiply_many(aligned(x), prepared, bias)
-    if len(x) <= MOST_TOKENS:
-        return multiply(aligned(x), prepared, bias)
-    return multiply_decoded(x, prepared, bias)
+    return multiply(x, prepared, bias)
+
+
+def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
+    """See `backend.Tunable`."""
+    d = lookup(prepared.format, x.dtype)
+    assert isinstance(d, LookupDecoder)
+
+    def call(way: Plan | Tile) -> Callable[[Prepared], Tensor]:
+        return lambda weight: multiply(x, weight, None, way)
+
+    every = ways(d, len(x), *prepared.shape, chip_of(x.device))
+    return {way.name: call(way) for _, way in every}
 
 
 @on_its_device
 def multiply(
-    x: Tensor, prepared: Prepared, bias: Tensor | None, plan: Plan | None = None
+    x: Tensor, prepared: Prepared, bias: Tensor | None, way: Plan | Tile | None = None
 ) -> Tensor:
-    """x (M <= 16, K), contiguous -> (M, N); one launch, or two where only 8 tokens' tables fit.
+    """x (M, K) -> (M, N); two launches where only 8 tokens' tables fit.
 
-    plan: instead of the rule's.
+    way: instead of the rules'.
     """
-    (n, k), m = prepared.shape, len(x)
+    (n, k), m, dtype = prepared.shape, len(x), x.dtype
     if not m:
-        return torch.empty(0, n, dtype=x.dtype, device=x.device)
-    launch = launch_of(prepared.format, m, n, k, x.dtype, x.device, plan)
-    return products.multiply_codebook(x, prepared, bias, launch)
-
-
-@on_its_device
-def multiply_many(
-    x: Tensor, prepared: Prepared, bias: Tensor | None, tile: Tile | None = None
-) -> Tensor:
-    """One launch: x (M, K), contiguous -> (M, N), of any M. tile: instead of `lookup.choose`'s."""
-    (n, k), m = prepared.shape, len(x)
-    if not m:
-        return torch.empty(0, n, dtype=x.dtype, device=x.device)
-    launches = launches_of_many(prepared.format, m, n, k, x.dtype, x.device, tile)
+        return torch.empty(0, n, dtype=dtype, device=x.device)
+    found = chosen(prepared.format, m, n, k, dtype, x.device, way)
+    if found is None:
+        return multiply_decoded(x, prepared, bias)
+    if isinstance(found, CodebookLaunch):
+        return products.multiply_codebook(aligned(x), prepared, bias, found)
     blocks, row_scale, *books = prepared.layout
-    layout = blocks, row_scale, books[x.dtype == torch.bfloat16]
-    return products.multiply(x, None, None, layout, bias, n, x.dtype, launches)
+    layout = blocks, row_scale, books[dtype == torch.bfloat16]
+    return products.multiply(aligned(x), None, None, layout, bias, n, dtype, found)
 
 
-@lru_cache(COUNTS)
-def lookup_tile(
-    fmt: Format, m: int, n: int, k: int, dtype: torch.dtype, device: torch.device
-) -> Tile | None:
-    """The tile of a look-up product; None where another way is faster, or the only one."""
-    d = lookup(fmt, dtype)
-    return choose_lookup(d, m, n, k, chip_of(device)) if isinstance(d, LookupDecoder) else None
-
-
-@lru_cache(COUNTS)
-def launches_of_many(
+@tuned.cached
+def chosen(
     fmt: Format,
     m: int,
     n: int,
     k: int,
     dtype: torch.dtype,
     device: torch.device,
-    tile: Tile | None,
-) -> tuple[Launch, ...]:
-    """The launch for a problem."""
-    d = lookup(fmt, dtype)
+    way: Plan | Tile | None,
+) -> CodebookLaunch | tuple[Launch, ...] | None:
+    """How a problem is multiplied, by the rules or as told; None: by a dense weight."""
+    d, chip = lookup(fmt, dtype), chip_of(device)
     assert isinstance(d, LookupDecoder)
-    tile = tile or lookup_tile(fmt, m, n, k, dtype, device)
-    assert tile is not None
-    choice = Choice(parts=(Part(tile, 0, n),))
-    return scalar_linear.launches_of(d, choice, m, k, NAMES[dtype], device)
+    if way is None:
+        cell = tuned.cell_of("hopper", fmt, None, dtype, n, k)
+        way = choose(d, m, n, k, chip, tuned.winner(cell, m, device))
+    if isinstance(way, Plan):
+        return launch_of(way, n, chip, device)
+    if way is None:
+        return None
+    return scalar_linear.launches_of(d, one(way, n), m, k, NAMES[dtype], device)
 
 
-@lru_cache(COUNTS)
-def launch_of(
-    fmt: Format,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    plan: Plan | None,
-) -> CodebookLaunch:
-    """The launch of a plan, the rule's or another."""
-    chip = chip_of(device)
-    if plan is None:
-        cells = cells_of(fmt)
-        assert isinstance(cells, Cells)
-        plan = codebook_tiles.choose(cells, m, n, k, NAMES[dtype], chip)
-        if plan is None:
-            raise InvalidInput(f"{fmt.spec}: no kernel for K={k} and {m} tokens")
+def launch_of(plan: Plan, n: int, chip: Chip, device: torch.device) -> CodebookLaunch:
+    """The launch of a plan."""
     kernel, cluster = plan.kernel, plan.cluster
     row_tiles, waves = -(-n // ROWS), 1
     found = cast(ClusterLauncher, loaded(kernel, device.index))

@@ -168,6 +168,11 @@ class Plan:
     cluster: int
     splits: int = 1
 
+    @property
+    def name(self) -> str:
+        """What `anybit tune` calls it."""
+        return f"{self.kernel.name}_cluster{self.cluster}x{self.splits}"
+
 
 def choose(cells: Cells, m: int, n: int, k: int, dtype: str, chip: Chip = H200) -> Plan | None:
     """How to multiply m <= 16 tokens: the plan of the least time; None if no kernel fits."""

@@ -1,4 +1,4 @@
-"""Codebooks in the main loop for more than 16 tokens: what it reads, and in which tiles; no DSL.
+"""Codebooks in the main loop for more than 16 tokens: what it reads, and when it is chosen; no DSL.
 
 The main loop of `gemm.py` with look-ups in the place of decoding (`lookup_gemm.py`). It reads the
 same cells as the kernels for up to 16 tokens, so a weight lies in memory once.
@@ -10,6 +10,7 @@ side by side in entries of 256 bytes, so that a code is the second byte of an ad
 without a second one has a table of 32 KB, which leaves room for more stages.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -22,9 +23,10 @@ from anybit.kernels.cute.cells import CELL, ROWS, Cells, cells_of
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder
 from anybit.kernels.hopper import codebook_tiles, tiles
 from anybit.kernels.hopper.chip import H200, Chip
-from anybit.kernels.hopper.codebook_tiles import TABLE
+from anybit.kernels.hopper.codebook_tiles import TABLE, Plan
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.hopper.tiles import fits_once, fitted
+from anybit.kernels.tuned import Winner, fastest
 
 TILES_OF_BLOB = 128 // ROWS  # row tiles of cells in a tile of the GEMM
 # Tokens, by codebook, from which a decoded copy is faster: with tiles of 256 tokens, and without.
@@ -130,25 +132,29 @@ def staged(tile: Tile, d: LookupDecoder) -> Tile:
     return fitted(replace(tile, columns=K_TILE // 2), d)
 
 
-def choose(d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Tile | None:
-    """The tile for m tokens; None where there is none, or another way is faster.
+def choose(
+    d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200, found: Winner | None = None
+) -> Plan | Tile | None:
+    """The kernel for few tokens or the tile for more; None: by a dense weight.
 
-    That is a dense weight for thousands of tokens, or the kernel for up to 16.
+    found: as `tuned.fastest` takes it.
     """
-    if m <= FEW:
-        return None
+    return fastest(lambda count: ways(d, count, n, k, chip), m, found)
+
+
+def ways(
+    d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200
+) -> Iterator[tuple[float, Plan | Tile]]:
+    """All ways, with their clock cycles; none for thousands of tokens."""
+    for plan in codebook_tiles.plans(d.cells, m, k, d.operand, chip) if m <= MOST_FEW else ():
+        yield cycles(codebook_tiles.work(plan, m, n, k, chip), chip.read), plan
     every = candidates(d)
     most = max((tile.tokens for tile in every), default=0)
-    if m * d.cells.m >= (DENSE_FROM if most == 256 else SOON):
-        return None
-    least = min(m, MOST_HELD, most)
-    found = [tile for tile in every if tile.tokens >= least and fits_once(tile, d, m, n, k, chip)]
-    times = {tile: cycles(work(tile, d, m, n, k, chip), chip.read) for tile in found}
-    best = min(times, key=times.__getitem__, default=None)
-    plan = codebook_tiles.choose(d.cells, m, n, k, d.operand, chip) if m <= MOST_FEW else None
-    if best and plan and cycles(codebook_tiles.work(plan, m, n, k, chip), chip.read) <= times[best]:
-        return None
-    return best
+    if FEW < m < (DENSE_FROM if most == 256 else SOON) / d.cells.m:
+        least = min(m, MOST_HELD, most)
+        for tile in every:
+            if tile.tokens >= least and fits_once(tile, d, m, n, k, chip):
+                yield cycles(work(tile, d, m, n, k, chip), chip.read), tile
 
 
 def work(tile: Tile, d: LookupDecoder, m: int, n: int, k: int, chip: Chip = H200) -> Work:
