@@ -164,10 +164,11 @@ def test_what_is_tuned_comes_before_the_rules(family: Family, most: int) -> None
 
 def test_the_next_larger_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, choose, offered = mma_family(monkeypatch)
-    few, many = offered(4)[-1], offered(64)[-1]
+    few, many, rule = offered(4)[-1], offered(64)[-1], choose(15)
     cell = Cell("mma", SCHEME, "bfloat16", N, K)
     tuned.save(GPU, {cell: [Winner(64, many), Winner(4, few)]})
-    assert [choose(m) for m in (1, 4, 5, 64)] == [few, few, many, many]
+    # What was timed speaks for down to a quarter as many tokens.
+    assert [choose(m) for m in (1, 4, 15, 16, 64)] == [few, few, rule, many, many]
 
 
 def test_between_numbers_of_tokens_the_model_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +202,9 @@ def test_cells_are_added_and_other_versions_ignored() -> None:
     path.write_text(json.dumps(data | {"version": "0.0"}))
     tuned.forget()
     assert tuned.load(GPU) == {}
+    path.write_text(json.dumps({"version": data["version"], "gpu": GPU, "tiles": []}))
+    tuned.forget()
+    assert tuned.load(GPU) == {}  # of an older layout
     for damage in ('{"version"', "[]", json.dumps(data | {"launches": [{"scheme": "int4"}]})):
         path.write_text(damage)
         tuned.forget()
@@ -350,7 +354,8 @@ def test_the_fastest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["rows", "groups", "planes", "tables"])
 @pytest.mark.parametrize("m", [1, 16, 64, 1024])
 def test_triton_has_candidates(family: str, m: int) -> None:
-    found = list(tiles.tried(family, m, 4096, dense=True))
+    found = tiles.tried(family, m, 4096, dense=True)
+    assert found[0] == tiles.choose(family, m, 4096, dense=True)
     assert 3 <= len(found) == len(set(found)) <= 40
     assert all(t.kernel != "gemm" or t.tokens >= min(m, 32) for t in found)
 

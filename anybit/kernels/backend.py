@@ -9,7 +9,7 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.core.groups import grouped
 from anybit.core.packed import Packed
-from anybit.errors import InvalidType
+from anybit.errors import InvalidType, Unsupported
 
 HALVES = (torch.float16, torch.bfloat16)  # activations that kernels for GPUs multiply
 COUNTS = 4096  # of tokens, for each of which a choice is kept: any number may come
@@ -67,6 +67,10 @@ class Prepared(NamedTuple):
     activation: str | None
     layout: tuple[Tensor, ...]
     dtype: torch.dtype | None = None
+
+
+class NoRoom(Unsupported):
+    """A launch for which a GPU has too little shared memory, or too few registers."""
 
 
 class Activations(NamedTuple):
@@ -133,8 +137,8 @@ class Tunable(Backend, Protocol):
     def candidates(self, x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
         """Ways to multiply x (M, K), by the names that `tuned.py` keeps; none: there is one way.
 
-        Each takes weights like `prepared`, and returns y (M, N). It raises Unsupported where the
-        GPU has no room for it.
+        Each takes weights like `prepared`, and returns y (M, N). It raises NoRoom where the GPU
+        has none for it.
         """
 
 

@@ -49,6 +49,10 @@ class Winner(NamedTuple):
     most: int
     launch: str
 
+    def near(self, m: int) -> bool:
+        """Whether it speaks for m tokens where no model compares launches: at most four times."""
+        return self.most <= 4 * m
+
 
 Tuned = dict[Cell, list[Winner]]  # in rising order
 _caches: list[Any] = []
@@ -118,10 +122,10 @@ def load(gpu: str) -> Tuned:
     out: Tuned = {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        for row in data["launches"] if data["version"] == __version__ else ():
+        for row in data.get("launches", ()) if data["version"] == __version__ else ():
             cell = Cell(*(row[name] for name in Cell._fields))
-            out.setdefault(cell, []).append(Winner(row["most"], row["launch"]))
-    except (ValueError, KeyError, TypeError) as error:
+            out.setdefault(cell, []).append(Winner(int(row["most"]), row["launch"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(
             f"{path} is damaged ({type(error).__name__}: {error}); delete it, and run `anybit "
             "tune` again"

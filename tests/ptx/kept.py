@@ -9,6 +9,7 @@ import os
 import pickle
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,8 +27,9 @@ def machine() -> bytes:
     """Of the machine's sources; forgets old launches."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for path in FOLDER.iterdir():
-        if path.stat().st_mtime < time.time() - DAYS * 86400:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # others rename and remove files here
+            if path.stat().st_mtime < time.time() - DAYS * 86400:
+                path.unlink()
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return b"".join(path.read_bytes() for path in sources) + np.__version__.encode()
 

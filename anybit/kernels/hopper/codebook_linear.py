@@ -41,8 +41,6 @@ from anybit.kernels.hopper.lookup import kernels_of as lookup_kernels
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.hopper.tiles import MAX_SHARED
 
-MOST_TOKENS = codebook_tiles.TOKENS[-1]  # of one launch
-
 
 def refuse_format(layer: LayerSpec) -> str | None:
     if reason := refuse(layer):

@@ -11,6 +11,7 @@ from anybit.kernels import tuned
 from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.cute import products
 from anybit.kernels.cute.decode import K_TILE
+from anybit.kernels.cute.jit import missing_kernels
 from anybit.kernels.cute.launch import ProductArguments, loaded
 from anybit.kernels.cute.operands import NAMES, decoder_for, offsets, tokens, whole
 from anybit.kernels.cute.pack import ROWS, k_tiles
@@ -128,14 +129,14 @@ def chosen(
     experts: int,
 ) -> tuple[Kernel, int]:
     """The kernel for a problem, as tuned or by the rule, and its grid."""
-    decoder, gpu, tile = decoder_for(fmt, x_dtype), gpu_of(device), None
+    decoder, gpu, kernel = decoder_for(fmt, x_dtype), gpu_of(device), None
     cell = tuned.cell_of("mma", fmt, activation, dtype, n, k)
-    if not experts and (found := tuned.winner(cell, m, device)):
+    found = None if experts else tuned.winner(cell, m, device)
+    if found and found.near(m):
         every = tiles.tried(decoder, gpu, found.most, n)
-        tile = next((each for each in every if each.name == found.launch), None)
-    if tile:
-        kernel = tiles.kernel_of(decoder, gpu, tile, NAMES[dtype])
-    else:
+        if tile := next((each for each in every if each.name == found.launch), None):
+            kernel = tiles.kernel_of(decoder, gpu, tile, NAMES[dtype])
+    if kernel is None or missing_kernels([kernel]):  # `anybit build` makes those of the rule
         kernel = tiles.kernel_for(decoder, gpu, m, n, NAMES[dtype], experts)
     if kernel is None:
         raise Unsupported(f"{cell.scheme}: no mma kernel for {m} tokens fits this GPU: {gpu}")

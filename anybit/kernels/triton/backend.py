@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from anybit.core.packed import Packed
-from anybit.errors import Unsupported
 from anybit.kernels import tuned
-from anybit.kernels.backend import Activations, LayerSpec, Prepared, check_half, refuse_dtype
+from anybit.kernels.backend import (
+    Activations,
+    LayerSpec,
+    NoRoom,
+    Prepared,
+    check_half,
+    refuse_dtype,
+)
 from anybit.kernels.triton import layout as layouts
 from anybit.kernels.triton import tiles
 from anybit.kernels.triton.layout import Layout, layout_of
@@ -82,7 +88,7 @@ def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], 
         try:
             return multiply(x, weight, None, tile)
         except OutOfResources as error:
-            raise Unsupported(str(error)) from None
+            raise NoRoom(str(error)) from None
 
     every = tiles.tried(family(layout), len(x), prepared.shape[0], dense)
     return {str(tile): partial(run, tile) for tile in every}
@@ -135,7 +141,8 @@ def tile_for(
     """The tile that was tuned on this GPU, else the shipped one. dtype: of y."""
     dense = activation is None
     cell = tuned.cell_of("triton", layout.fmt, activation, dtype, n, k)
-    if found := tuned.winner(cell, m, device):
+    found = tuned.winner(cell, m, device)
+    if found and found.near(m):
         every = tiles.tried(family(layout), found.most, n, dense)
         if tile := next((each for each in every if str(each) == found.launch), None):
             return tile

@@ -4,7 +4,6 @@ The numbers come from sweeps on an H200 over the layers of Llama-3-8B. Other GPU
 fewer stages where shared memory is smaller; `anybit tune` finds those of one's own GPU.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -98,29 +97,32 @@ def choose(family: str, m: int, n: int, dense: bool = True) -> Tile:
     return replace(row.tile, split=split)
 
 
-def tried(family: str, m: int, n: int, dense: bool) -> Iterator[Tile]:
-    """What `anybit tune` compares: splits that give a GPU one wave or a few.
+def tried(family: str, m: int, n: int, dense: bool) -> list[Tile]:
+    """What `anybit tune` compares: the shipped tile, and splits that give a GPU one wave or a few.
 
     dense: whether decoding the weight and cuBLAS are a choice; not for quantized activations.
     """
+    found = [choose(family, m, n, dense)]
     if m <= 16:
         plans = [(64, 2, 4, 1), (128, 4, 3, 1), (32, 1, 3, 1), (64, 4, 3, 1)]
         if family in ("rows", "groups"):
             plans += [(128, 4, 3, 2), (128, 4, 4, 2), (64, 2, 3, 2)]
         for (rows, warps, stages, steps), split in product(plans, (1, 2, 4, 8)):
             if split == 1 or 100 <= -(-n // rows) * split <= 1200:
-                yield Tile("gemm", rows, 8 if m <= 8 else 16, split, steps, warps, stages)
-        return
+                tokens = 8 if m <= 8 else 16
+                found.append(Tile("gemm", rows, tokens, split, steps, warps, stages))
+        return [*dict.fromkeys(found)]
     if m <= 64:
         wide = [(128, 64, 8, 3), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3)]
     else:
         wide = [(128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 4, 3), (128, 256, 8, 3)]
         if dense:
-            yield Tile("dense")
+            found.append(Tile("dense"))
     for (rows, tokens, warps, stages), split in product(wide, (1, 2, 4)):
         tiles = -(-n // rows) * -(-m // tokens)
         if split == 1 or 100 <= tiles * split <= 700:
-            yield Tile("gemm", rows, tokens, split, 1, warps, stages)
+            found.append(Tile("gemm", rows, tokens, split, 1, warps, stages))
+    return [*dict.fromkeys(found)]
 
 
 def next_power_of_2(n: int) -> int:
