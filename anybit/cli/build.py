@@ -1,7 +1,6 @@
 """`anybit build`: compile kernels ahead of time."""
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 from anybit.core.scheme import parse_scheme, scheme_name
@@ -44,16 +43,18 @@ def build(
     kernels: dict[KernelSpec, None] = {}
     schemes: dict[str, None] = {}
     every = dict.fromkeys(s for each in given or HOPPER for s in schemes_of(each))
-    for (scheme, demanded), capability in product(every, sorted(capabilities)):
-        own = capability[0] == 9
-        try:
-            found = kernels_of(scheme) if own else mma.kernels_of(scheme, capability)
-        except InvalidInput:  # another backend runs such layers of a checkpoint
-            if demanded:
-                raise
-        else:
-            kernels |= dict.fromkeys(found)
-            schemes[scheme] = None
+    for scheme, demanded in every:
+        for capability in sorted(capabilities):
+            own = capability[0] == 9
+            try:
+                found = kernels_of(scheme) if own else mma.kernels_of(scheme, capability)
+            except InvalidInput as error:  # another backend runs such layers
+                refused = error
+            else:
+                kernels |= dict.fromkeys(found)
+                schemes[scheme] = None
+        if given and demanded and scheme not in schemes:
+            raise refused
     if dsl_version() is None:
         raise Unsupported("CuTe DSL is not installed; pip install 'anybit[hopper]'")
     with progress("compiling", len(kernels)) as step:

@@ -69,15 +69,14 @@ def compile_products(runner: ModelRunner) -> None:
     assert graphs is not None
     written = graphs.written.sizes
     every = sorted({*written, *(graphs.prompts.sizes if graphs.prompts else ())})
+    head = getattr(runner.model, "lm_head", None)  # it sees the ends of texts alone
     layers = {
         (layer.scheme, layer.backend, layer.prepared.shape): layer
         for layer in runner.model.modules()
         if isinstance(layer, Multiplier)
     }
-    todo = [  # a head sees the ends of texts alone
-        (layer, size)
-        for layer in layers.values()
-        for size in (every if layer.out_features < len(words) else written)
+    todo = [
+        (layer, size) for layer in layers.values() for size in (written if layer is head else every)
     ]
     for _ in range(2):  # a product may be two launches
         with jit.collected() as wanted:

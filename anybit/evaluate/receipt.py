@@ -105,10 +105,11 @@ def writing(
 
     answers: to messages, which are as long as the model finds right.
     """
+    own, theirs = texts[:, :WRITTEN], dense[:, :WRITTEN]
     columns = {
-        "same64": same_tokens(texts[:, :WRITTEN], dense[:, :WRITTEN]).double(),
-        "repeated4": repeated(texts),
-        "repeated4_dense": repeated(dense),
+        "same64": same_tokens(own, theirs).double(),
+        "repeated4": repeated(own),
+        "repeated4_dense": repeated(theirs),
     }
     if answers:
         columns["length"], columns["length_dense"] = (

@@ -9,6 +9,7 @@ file that was cut or altered by accident is noticed. It is code: only take one t
 import hashlib
 import json
 import os
+import platform
 import re
 import tempfile
 import zipfile
@@ -131,7 +132,13 @@ def check(file: Path, facts: dict[str, Any], names: list[str], device: torch.dev
 
 def versions() -> dict[str, Any]:
     """Of what compiles kernels, and of anybit; None where it is absent, so that any will do."""
-    return {"anybit": __version__, "CuTe DSL": jit.dsl_version(), "Triton": triton_version()}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {
+        "anybit": __version__,
+        "CuTe DSL": jit.dsl_version(),
+        "Triton": triton_version(),
+        "Python": python,
+    }
 
 
 def triton_version() -> str | None:
@@ -155,7 +162,7 @@ def triton_folder() -> Path:
 
 
 def triton_files(gpus: set[str]) -> Iterator[tuple[str, Path]]:
-    """What Triton's cache holds of this installation's kernels for some GPUs, and its driver.
+    """What Triton's cache holds of this installation's kernels for some GPUs, and its launchers.
 
     A kernel's folder is a hash of its source, its options, Triton and the GPU, so one that is out
     of date is never found. A copy of its lines tells where it was compiled from.
@@ -170,5 +177,9 @@ def triton_files(gpus: set[str]) -> Iterator[tuple[str, Path]]:
         arch = json.loads(meta.read_text())["target"]["arch"]
         if f"{arch // 10}.{arch % 10}" in gpus:
             yield from ((f"triton/{meta.parent.name}/{p.name}", p) for p in (code, meta))
-    for path in sorted(triton_folder().glob("*/cuda_utils*.so")):  # compiled from C
-        yield f"triton/{path.parent.name}/{path.name}", path
+    for name in (
+        "cuda_utils",
+        "__triton_launcher",
+    ):  # of C; the second until 3.6
+        for path in sorted(triton_folder().glob(f"*/{name}*.so")):
+            yield f"triton/{path.parent.name}/{path.name}", path

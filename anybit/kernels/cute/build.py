@@ -17,6 +17,7 @@ from typing import TypeAlias
 from anybit.kernels.cute.jit import KernelSpec, compile_kernel, kernel_file
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
+MOST = 32  # processes, unless told
 
 
 def build(
@@ -37,7 +38,7 @@ def build(
         The errors, one line for each kernel that failed.
     """
     missing = [k for k in dict.fromkeys(kernels) if not kernel_file(k, folder).exists()]
-    count = min(len(missing), jobs or os.cpu_count() or 1)
+    count = min(len(missing), jobs or cores())
     if not missing:
         return []
     idle: SimpleQueue[Process] = SimpleQueue()
@@ -46,13 +47,17 @@ def build(
     def compiled(kernel: KernelSpec) -> str:
         process = idle.get()
         try:
+            if process.poll() is not None:  # it has ended with the kernel before
+                started.append(process := worker())
             pickle.dump((kernel, folder), process.stdin)  # type: ignore[arg-type]
             process.stdin.flush()  # type: ignore[union-attr]
             answer: str = pickle.load(process.stdout)  # type: ignore[arg-type]
-        except (OSError, EOFError, pickle.PickleError, AttributeError) as error:
+        except Exception as error:  # what a kernel holds may raise anything when it is pickled
             answer = f"the process that compiles it has ended: {error}"
-            started.append(process := worker())
-        idle.put(process)
+            process.kill()
+            process.wait()
+        finally:
+            idle.put(process)
         if not answer:
             step(1, kernel_file(kernel, folder).name)
         return answer
@@ -68,6 +73,12 @@ def build(
             process.kill()
             process.communicate()
     return [f"{k}: {error}" for k, error in zip(missing, answers, strict=True) if error]
+
+
+def cores() -> int:
+    """Cores that this process may use, and no more processes than fit into usual memories."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(MOST, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def worker() -> Process:

@@ -191,9 +191,14 @@ def store(path: Path, content: Callable[[], bytes]) -> Path:
         if not path.exists():
             data = content()
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(data)
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
+                try:
+                    file.write(data)
+                    file.close()
+                    os.chmod(file.name, 0o644)
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
     return path
 
 
