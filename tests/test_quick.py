@@ -19,10 +19,7 @@ ROOT = Path(__file__).parents[1]
         ("benchmarks/gemm.py", "tests/test_scripts.py"),
         (".github/workflows/test.yml", "tests/test_repository.py"),
         ("Makefile", "tests/test_repository.py"),
-        (
-            "anybit/kernels/hopper/barriers.py",
-            "tests/kernels/test_hopper_emulated.py",
-        ),  # its folder
+        ("anybit/kernels/hopper/ptx.py", "tests/kernels/test_hopper_emulated.py"),  # its folder
     ],
 )
 def test_what_lies_close_to_a_file_is_chosen(file: str, test: str) -> None:

@@ -246,6 +246,16 @@ class Deadly(Slow):
         os._exit(3)
 
 
+@dataclass(frozen=True)
+class Unsendable(Slow):
+    """One that cannot be given to another process."""
+
+    name = "unsendable"
+
+    def __reduce__(self) -> str:
+        raise TypeError("it stays here")
+
+
 def test_many_kernels_are_compiled_side_by_side(tmp_path: Path) -> None:
     logs = [str(tmp_path / f"log{i}") for i in range(5)]
     kernels = [*map(Slow, logs), Broken(logs[0]), Slow(logs[0])]
@@ -263,6 +273,10 @@ def test_a_compiler_that_dies_is_an_error_and_no_hang(tmp_path: Path) -> None:
     errors = build.build([kernel, Slow(str(tmp_path / "log"))], tmp_path, 1)
     assert (tmp_path / "log").read_text() == "compiled\n"
     assert errors == [f"{kernel}: the process that compiles it has ended: Ran out of input"]
+    kernel = Unsendable(str(tmp_path / "other"))
+    errors = build.build([kernel, Slow(str(tmp_path / "other"))], tmp_path, 1)
+    assert (tmp_path / "other").read_text() == "compiled\n"
+    assert errors == [f"{kernel}: the process that compiles it has ended: it stays here"]
 
 
 def test_kernels_may_be_noted_instead_of_compiled(
