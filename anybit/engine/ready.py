@@ -1,7 +1,7 @@
 """What an engine does before its first request, so that none waits for a compiler or a capture."""
 
 import logging
-from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
 from anybit.kernels import compilations
 from anybit.kernels.backend import CODES, Activations
-from anybit.kernels.cute import jit
-from anybit.kernels.cute.build import build
+from anybit.kernels.cute.build import build_for
 from anybit.kernels.registry import get_backend
 from anybit.nn.multiplier import Multiplier
 
@@ -78,16 +77,13 @@ def compile_products(runner: ModelRunner) -> None:
     todo = [
         (layer, size) for layer in layers.values() for size in (written if layer is head else every)
     ]
-    for _ in range(2):  # a product may be two launches
-        with jit.collected() as wanted:
-            for layer, size in todo:
-                with suppress(jit.Uncompiled):
-                    x = placeholder(layer, size, words.dtype)
-                    get_backend(layer.backend).linear(x, layer.prepared, None)
-        if len(wanted) < WORTH:
-            return
-        for error in build([*wanted]):
-            log.debug("left to its first use: %s", error)
+
+    def multiply(layer: Multiplier, size: int) -> None:
+        x = placeholder(layer, size, words.dtype)
+        get_backend(layer.backend).linear(x, layer.prepared, None)
+
+    for error in build_for([partial(multiply, *each) for each in todo], WORTH):
+        log.debug("left to its first use: %s", error)
 
 
 def placeholder(layer: Multiplier, tokens: int, dtype: torch.dtype) -> Tensor | Activations:

@@ -7,7 +7,7 @@ in turns, with cold weights and in CUDA graphs (`timing.py`), and keeps the best
 (`kernels/tuned.py`). Every result is compared with the decoded weight before it is timed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels import registry, tuned
 from anybit.kernels.backend import HALVES, LayerSpec, NoRoom, Prepared, Tunable
 from anybit.kernels.cute import jit
-from anybit.kernels.cute.build import build
+from anybit.kernels.cute.build import build_for
 from anybit.kernels.reference import quantized_activation
 from anybit.measure.timing import medians_in_turns, rotated
 from anybit.progress import progress
@@ -102,21 +102,12 @@ def time_layer(
     device, k = packed.planes[0].device, packed.shape[1]
     tokens = [torch.randn(m, k, device=device, dtype=dtype) for m in counts]
     every = [family.candidates(x, prepared) for x in tokens]
-    compile_all([launch for found in every for launch in found.values()], prepared)
+    # What fails is told where it is launched.
+    build_for([partial(launch, prepared) for found in every for launch in found.values()])
     copies, weight = rotated(prepared, packed.nbytes()), packed.dequantize()
     for x, found in zip(tokens, every, strict=True):
         want = quantized_activation(x, activation) @ weight.T
         yield len(x), time_launches(found, copies, want, TOLERANCE[activation] + ROUNDING[dtype])
-
-
-def compile_all(launches: Iterable[Launch], prepared: Prepared) -> None:
-    """Compile kernels of CuTe DSL side by side; what fails is told where it is launched."""
-    for _ in range(2):  # a product may be two launches
-        with jit.collected() as wanted:
-            for launch in launches:
-                with suppress(jit.Uncompiled, Unsupported):
-                    launch(prepared)
-        build([*wanted])
 
 
 def time_launches(

@@ -8,6 +8,7 @@ import torch
 from anybit.engine import ready
 from anybit.engine.llm import LLM
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.cute import build as cute_build
 from anybit.kernels.cute import jit
 from tests.engine.conftest import PICO
 
@@ -40,7 +41,7 @@ def test_products_of_all_sizes_are_compiled_together(
         return ["a kernel: it does not compile"]
 
     monkeypatch.setattr(ready, "get_backend", lambda name: Stand())
-    monkeypatch.setattr(ready, "build", build)
+    monkeypatch.setattr(cute_build, "build", build)
     ready.compile_products(runner)
     shapes = {layer.prepared.shape for layer in runner.model.modules() if hasattr(layer, "scheme")}
     vocabulary = len(runner.model.embed_tokens)

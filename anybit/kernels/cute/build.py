@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from anybit.kernels.cute.jit import KernelSpec, compile_kernel, kernel_file
+from anybit.errors import Unsupported
+from anybit.kernels.cute.jit import KernelSpec, Uncompiled, collected, compile_kernel, kernel_file
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
 MOST = 32  # processes, unless told
@@ -73,6 +75,28 @@ def build(
             process.kill()
             process.communicate()
     return [f"{k}: {error}" for k, error in zip(missing, answers, strict=True) if error]
+
+
+def build_for(launches: Sequence[Callable[[], object]], least: int = 1) -> list[str]:
+    """Compile what launches lack, side by side; what they say themselves is left to their next.
+
+    Args:
+        launches: Each is called, and notes the first kernel that is missing instead of launching.
+        least: Kernels for which other processes, which take seconds to start, are worth it.
+
+    Returns:
+        The errors, one line for each kernel that failed.
+    """
+    errors: list[str] = []
+    for _ in range(2):  # behind a kernel there may be another
+        with collected() as wanted:
+            for launch in launches:
+                with suppress(Uncompiled, Unsupported):
+                    launch()
+        if len(wanted) < least:
+            break
+        errors += build([*wanted])
+    return errors
 
 
 def cores() -> int:
