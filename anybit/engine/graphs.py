@@ -213,10 +213,8 @@ class StepGraphs:
 
     def _prompts_of(self, size: int, rows: Rows) -> list[Scheduled]:
         """A step of a size that reads a prompt, or several where texts are shorter than that."""
-        longest, blocks = (
-            min(self.model.length, rows.width * rows.block_size),
-            len(self.caches[0].k),
-        )
+        longest = min(self.model.length, rows.width * rows.block_size)
+        blocks = len(self.caches[0].k)
         out = []
         for at in range(0, size, longest)[: rows.prompts]:
             tokens = min(longest, size - at)
