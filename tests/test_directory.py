@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from anybit.errors import InvalidInput
-from anybit.files.directory import destination, held, new_directory
+from anybit.files.directory import destination, held, new_directory, written_whole
 
 BUSY = "another run is writing into .*work; wait for its end"
 
@@ -118,3 +118,15 @@ def test_a_path_stays_as_given_without_links(
     assert destination("out/a") == Path("out/a")
     assert destination("link/a") == real / "target" / "a"
     assert destination("out/..") == destination(".") == real
+
+
+def test_bytes_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "kernel"
+    with written_whole(path) as file:
+        file.write(b"one")
+        assert not path.exists()
+    assert path.read_bytes() == b"one"
+    with pytest.raises(TypeError), written_whole(path) as file:
+        file.writelines([b"t", "wo"])  # type: ignore[list-item]
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]

@@ -6,11 +6,12 @@ import logging
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from anybit.errors import InvalidInput
 
@@ -375,6 +376,20 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(part, os.path.realpath(path))
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file of bytes to write, in the place of `path` once all is in it; else nothing is left."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        try:
+            yield part
+            part.close()
+            os.chmod(part.name, 0o644)
+            os.replace(part.name, path)
+        except BaseException:
+            os.unlink(part.name)
+            raise
 
 
 def sync(path: Path) -> None:

@@ -8,10 +8,8 @@ file that was cut or altered by accident is noticed. It is code: only take one t
 
 import hashlib
 import json
-import os
 import platform
 import re
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
+from anybit.files.directory import written_whole
 from anybit.kernels.cute import jit
 from anybit.version import __version__
 
@@ -49,16 +48,9 @@ def pack(
     found = {name: path.read_bytes() for name, path in sorted((paths | theirs).items())}
     facts = versions() | {"sources": sources(), "gpus": sorted(gpus)}
     facts["files"] = {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-        try:
-            with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-                for name, data in {MANIFEST: to_json(facts), **found}.items():
-                    archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
-            os.chmod(part.name, 0o644)
-            os.replace(part.name, file)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    with written_whole(file) as part, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in {MANIFEST: to_json(facts), **found}.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
     return len(theirs)
 
 

@@ -86,9 +86,7 @@ def save(gpu: str, found: Tuned) -> Path:
             for cell, winners in (load(gpu) | found).items()
             for winner in winners
         ]
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        write_json(unfinished, {"version": __version__, "gpu": gpu, "launches": rows})
-        os.replace(unfinished, path)
+        write_json(path, {"version": __version__, "gpu": gpu, "launches": rows})
     forget()
     return path
 

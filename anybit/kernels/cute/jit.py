@@ -12,7 +12,6 @@ away.
 import hashlib
 import inspect
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from anybit.errors import Unsupported
-from anybit.files.directory import cache_folder
+from anybit.files.directory import cache_folder, written_whole
 from anybit.kernels.cute import cubin as elf
 from anybit.kernels.cute.driver import Launcher, sizes
 
@@ -190,15 +189,8 @@ def store(path: Path, content: Callable[[], bytes]) -> Path:
     with locked(path.with_suffix(".lock")):
         if not path.exists():
             data = content()
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                try:
-                    file.write(data)
-                    file.close()
-                    os.chmod(file.name, 0o644)
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            with written_whole(path) as file:
+                file.write(data)
     return path
 
 

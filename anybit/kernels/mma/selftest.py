@@ -10,7 +10,6 @@ A wrong kernel may leave the process's CUDA context unusable, so another process
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -102,9 +101,7 @@ def record(device: torch.device, new: dict[str, str]) -> dict[str, str]:
     path = verdict_file(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     known = verdicts(device) | new
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    write_json(unfinished, known)
-    os.replace(unfinished, path)
+    write_json(path, known)
     return known
 
 

@@ -3,8 +3,6 @@
 import ctypes
 import hashlib
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.files.directory import cache_folder
+from anybit.files.directory import cache_folder, written_whole
 from anybit.kernels.native.isa import Isa
 from anybit.version import __version__
 
@@ -177,9 +175,8 @@ def _keep(path: Path, code: bytes) -> None:
     """Write to the cache as one step, so that no process reads half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        with written_whole(path) as part:
             part.write(hashlib.sha256(code).digest() + code)
-        os.replace(part.name, path)
     except OSError as error:
         log.warning(
             "compiled CPU kernels are not kept, and every process compiles them anew: %s; set "
