@@ -225,10 +225,10 @@ def looking() -> LLM:
 )
 def test_look_up_changes_no_text(pico: LLM, looking: LLM, params: SamplingParams) -> None:
     """Stop strings, penalties, biases and grammars see the tokens one by one."""
-    before = looking.engine.stats.accepted_tokens
+    before = looking.engine.stats.drafts
     got = looking.generate(REPETITIVE, params)
     assert same(got, pico.generate(REPETITIVE, params))
-    assert looking.engine.stats.accepted_tokens > before
+    assert looking.engine.stats.drafts > before  # what a GPU samples may repeat nothing drafted
     completions = [c for output in got for c in output.completions]
     assert all(c.accepted <= len(c.tokens) for c in completions)
     assert_no_block_is_held(looking.engine)
