@@ -50,12 +50,14 @@ class Ours:
         from anybit.engine.loader import Loaded, build, model_class
 
         device, config = torch.device("cuda"), shapes.config_of(MODEL, None)
-        scheme = None if args.case == "bf16" else args.case
+        case, plus, _ = args.case.partition("+exact")  # liquid@int8+exact: exact answers
+        scheme = None if case == "bf16" else case
         weights = shapes.RandomWeights(device, scheme, None)
         model = build(model_class(config), config, weights, 4096)
         begun = time.perf_counter()
         loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
         more = {"max_itl": args.max_itl} if args.max_itl else {}
+        more["exact_answers"] = bool(plus)
         llm = LLM(loaded, kv_cache=args.kv, max_running=256, prefix_caching=False, **more)
         self.engine = llm.engine
         beside = self.engine.scheduler.beside

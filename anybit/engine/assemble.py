@@ -3,9 +3,12 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import nn
+
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
+from anybit.engine.experts import OneByOne
 from anybit.engine.fallback import Generator
 from anybit.engine.graphs import prompt_sizes
 from anybit.engine.loader import Loaded
@@ -17,9 +20,12 @@ from anybit.engine.scheduler import Scheduler
 from anybit.engine.speculation import Drafter, Speculation
 from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.kv.format import KvFormat, plain
 from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.nn.grouped import QuantExperts
+from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Frozen
 
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
 MOST_DRAFTED = 128  # tokens of a captured step with drafts
@@ -38,6 +44,7 @@ class Settings:
     deterministic: bool
     draft: str | Path | Loaded | None
     draft_tokens: int
+    exact_answers: bool = False
 
 
 def kv_format(loaded: Loaded, asked: str) -> KvFormat:
@@ -73,6 +80,9 @@ def assemble(
         blocks = -(-length // settings.block_size)
         settings = replace(settings, max_running=1, max_tokens=length, prefix_caching=False)
     else:
+        if settings.exact_answers:
+            check_exact(loaded.model)
+            loaded.model.exact_answers = True
         runner, blocks = runner_of(loaded, small, settings)
         length = min(loaded.model.length, blocks * settings.block_size)
         if small is not None:
@@ -96,6 +106,29 @@ def assemble(
     )
 
 
+def check_exact(model: nn.Module) -> None:
+    """Raise Unsupported unless layers round their inputs to int8, and none of them is an expert."""
+    kinds = (QuantLinear, Frozen)
+    found = {
+        name: m
+        for name, m in model.named_modules()
+        if isinstance(m, kinds) and m.activation == "int8"
+    }
+    if not found:
+        raise Unsupported(
+            "exact_answers is for layers that round their inputs to int8, and the model has none; "
+            "leave it out, or quantize to a scheme such as liquid@int8"
+        )
+    apart = [m for m in model.modules() if isinstance(m, OneByOne)]
+    inside = {id(m) for experts in apart for m in experts.modules()}
+    for name, module in found.items():
+        if isinstance(module, QuantExperts) or id(module) in inside:
+            raise Unsupported(
+                f"exact_answers: {name} are experts, which round all tokens to int8; leave it out, "
+                "or give experts a scheme without @int8"
+            )
+
+
 def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple[ModelRunner, int]:
     """What runs the steps of a model that the engine runs itself, and the blocks of its cache."""
     model, most = loaded.model, settings.max_running
@@ -112,7 +145,8 @@ def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple
     kept = max(rows, prompt_sizes(tokens)[-1])
     if settings.deterministic or not model.capturable:
         kept = 0
-    step = step_bytes(loaded.config.get_text_config(), tokens + kept, most)
+    second = most * settings.exact_answers  # rows, of answers' tokens
+    step = step_bytes(loaded.config.get_text_config(), tokens + kept + second, most)
     if small is not None:
         step += step_bytes(small.config.get_text_config(), kept, 0)
     blocks = cache_blocks(models, size, kv, settings.kv_bytes, most, step)

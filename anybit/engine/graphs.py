@@ -22,7 +22,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.kernels.attention import Batch
-from anybit.kernels.between import Repeated, family_of
+from anybit.kernels.between import ANSWERS, Repeated, family_of
 from anybit.kernels.kv.cache import LayerCache
 from anybit.nn import op
 from anybit.progress import progress
@@ -283,8 +283,9 @@ class StepGraphs:
 
     def _forward(self, rows: Rows, size: int) -> Tensor:
         tokens, batch = rows.batch(size)
-        hidden = self.model(tokens, self.caches, batch)
-        return hidden if rows is self.prompts else self.model.logits(hidden)
+        with ANSWERS.within(batch.decodes * self.model.exact_answers, size):
+            hidden = self.model(tokens, self.caches, batch)
+            return hidden if rows is self.prompts else self.model.logits(hidden)
 
 
 def prompt_sizes(tokens: int) -> tuple[int, ...]:

@@ -108,6 +108,9 @@ class LLM:
     max_running: sequences that run at the same time. max_tokens: tokens in one step.
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
+    exact_answers: whether layers that round tokens to 8 bits (`@int8`) round those of answers to 16
+        instead. Prompts are many tokens, and are read at full speed; answers are as exact as with
+        16-bit activations, and few sequences are written as fast as in 8 bits.
     adapters: directories of LoRA adapters that peft has written, by the names under which
         `SamplingParams.adapter` asks for them; each sequence of a step may have its own.
     draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
@@ -140,6 +143,7 @@ class LLM:
         block_size: int = 16,
         prefix_caching: bool = True,
         deterministic: bool = False,
+        exact_answers: bool = False,
         adapters: Mapping[str, str | Path] | None = None,
         draft: str | Path | Loaded | None = None,
         draft_tokens: int = 4,
@@ -173,7 +177,7 @@ class LLM:
             log.warning("kv_cache=%r: %s", kv.name, kv.loss)
         settings = Settings(
             kv, kv_bytes, max_running, max_tokens, block_size, prefix_caching, deterministic,
-            draft, draft_tokens,
+            draft, draft_tokens, exact_answers,
         )  # fmt: skip
         self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes

@@ -15,6 +15,7 @@ from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
 from anybit.engine.scheduler import Scheduled, foreseeable
 from anybit.kernels.attention import Batch
+from anybit.kernels.between import ANSWERS
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import KvFormat
 
@@ -136,7 +137,8 @@ class ModelRunner:
             hidden = graphs.hidden(scheduled)
         else:
             tokens, batch = self.prepare(scheduled, given)
-            hidden = self.model(tokens, self.caches, batch)
+            with ANSWERS.within(batch.decodes * self.model.exact_answers, len(tokens)):
+                hidden = self.model(tokens, self.caches, batch)
         if reading:
             read_prompts(self.model, hidden, scheduled)
         last: list[int] = []
@@ -152,7 +154,8 @@ class ModelRunner:
             size = graphs.written.size_of(count)
         last += [0] * (size - count)
         rows = hidden if size == count == len(hidden) else hidden[self.tensor(last)]
-        return self.model.logits(rows)[:count]
+        with ANSWERS.within(len(rows) * self.model.exact_answers, len(rows)):
+            return self.model.logits(rows)[:count]
 
     def replace(self, model: Decoder) -> None:
         """Go on with another model of the same shapes, on the same cache."""

@@ -66,17 +66,24 @@ def compile_products(runner: ModelRunner) -> None:
     """Compile what products of all graphs' sizes launch, side by side instead of one by one."""
     graphs, words = runner.graphs, runner.model.embed_tokens
     assert graphs is not None
-    written = graphs.written.sizes
-    every = sorted({*written, *(graphs.prompts.sizes if graphs.prompts else ())})
+    steps = [rows for rows in (graphs.written, graphs.prompts) if rows]
     head = getattr(runner.model, "lm_head", None)  # it sees the ends of texts alone
     layers = {
         (layer.scheme, layer.backend, layer.prepared.shape): layer
         for layer in runner.model.modules()
         if isinstance(layer, Multiplier)
     }
+    # Of answers' tokens there may be a second row; see `between.Answers`.
+    low = {kind: kind == "int8" and runner.model.exact_answers for kind in (None, *CODES)}
     todo = [
-        (layer, size) for layer in layers.values() for size in (written if layer is head else every)
-    ]
+        (layer, size)
+        for layer in layers.values()
+        for size in sorted({
+            size + low[layer.activation] * rows.single(size)
+            for rows in steps[: 1 if layer is head else 2]
+            for size in rows.sizes
+        })
+    ]  # fmt: skip
 
     def multiply(layer: Multiplier, size: int) -> None:
         x = placeholder(layer, size, words.dtype)

@@ -82,6 +82,8 @@ class Activations(NamedTuple):
         sums: (...,) int32, of each token's int8 codes; empty for fp8.
         dtype: what y comes in.
         rotated: whether they were rotated before, as layers with a rotated weight want them.
+        low: how many of the first tokens have a second row of codes, behind all others, for what
+            the first has rounded off; `between.Family.join` adds up what becomes of both.
     """
 
     codes: Tensor
@@ -89,6 +91,7 @@ class Activations(NamedTuple):
     sums: Tensor
     dtype: torch.dtype
     rotated: bool = False
+    low: int = 0
 
 
 class Backend(Protocol):

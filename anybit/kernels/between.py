@@ -5,7 +5,9 @@ own, and overrides what it has kernels for; tensors that these do not take are l
 definition. Families are named in `FAMILIES` and nowhere else, and `of` alone chooses one.
 """
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +21,7 @@ from anybit.core.rotation import turned
 from anybit.kernels import viterbi
 from anybit.kernels.attention import Batch, Scores, gathered, rotate
 from anybit.kernels.backend import Activations
-from anybit.kernels.reference import quantize_tokens, quantized_activation
+from anybit.kernels.reference import quantize_tokens, quantized_activation, with_low
 
 if TYPE_CHECKING:
     from anybit.kernels.kv.cache import LayerCache
@@ -32,11 +34,13 @@ class Wanted(NamedTuple):
         activation: the notation in which it multiplies; None: x's dtype.
         vector: (K,), of the rotation before that; None: there is none.
         rotated: whether it takes inputs that are rotated and not quantized.
+        low: how many of the first tokens get a second row of codes, as in `Activations`.
     """
 
     activation: str | None = None
     vector: Tensor | None = None
     rotated: bool = False
+    low: int = 0
 
 
 class Routing(NamedTuple):
@@ -55,6 +59,31 @@ class Routing(NamedTuple):
 
 
 AS_IT_IS = Wanted()
+
+
+class Answers(threading.local):
+    """The step that a thread runs: the first `exact` of its `tokens` are quantized to 16 bits.
+
+    They are answers' tokens, where an engine reads prompts in 8 bits and writes in 16.
+    """
+
+    exact = tokens = 0
+
+    @contextmanager
+    def within(self, exact: int, tokens: int) -> Iterator[None]:
+        before = self.exact, self.tokens
+        self.exact, self.tokens = exact, tokens
+        try:
+            yield
+        finally:
+            self.exact, self.tokens = before
+
+    def low(self, activation: str | None, tokens: int) -> int:
+        """Tokens that get a second row of codes where a layer multiplies so many."""
+        return self.exact if activation == "int8" and tokens == self.tokens else 0
+
+
+ANSWERS = Answers()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -117,11 +146,20 @@ class Family:
         """SiLU(gate) * up, both (T, N); `wanted` as in `add_norm`."""
         return F.silu(gate) * up
 
-    def quantize(self, x: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, K) -> codes, scale (T,) and sums (T,) as in `Activations`."""
+    def quantize(self, x: Tensor, activation: str, low: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, K) -> codes, scale and sums of T + low rows, as in `Activations`."""
         codes, scale = quantize_tokens(x, activation)
+        if low:
+            codes, scale = with_low(x, codes, scale, low)
         some = codes if activation == "int8" else codes.new_empty(0, 0, dtype=torch.int32)
         return codes, scale[:, 0], some.sum(-1, dtype=torch.int32)
+
+    def join(self, y: Tensor, low: int, bias: Tensor | None) -> Tensor:
+        """Outputs (T + low, N) of quantized tokens and their second rows -> (T, N), plus a bias."""
+        tokens = len(y) - low
+        out = y[:tokens].float()
+        out[:low] += y[tokens:].float()
+        return (out if bias is None else out + bias.float()).to(y.dtype)
 
     def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:
         """H (vector * x), or vector * (H x), of every token; see `core/rotation.py`.

@@ -12,6 +12,7 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
 
 INT8_LARGEST, FP8_LARGEST = 127.0, 448.0
+FINER = 256.0  # steps of a token's second row of codes in one of the first
 
 
 def refuse(layer: LayerSpec) -> str | None:
@@ -56,6 +57,16 @@ def quantized_activation(x: Tensor | Activations, activation: str | None) -> Ten
         return x.float()
     codes, scale = quantize_tokens(x, activation)
     return codes.float() * scale
+
+
+def with_low(x: Tensor, codes: Tensor, scale: Tensor, low: int) -> tuple[Tensor, Tensor]:
+    """int8 codes (M, K) of x and scales (M, 1), and behind them rows for its first `low` tokens.
+
+    These hold what rounding has left of x, in units of scale / 256.
+    """
+    rest = (x[:low].float() / scale[:low] - codes[:low].float()) * FINER
+    rest = rest.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
+    return torch.cat([codes, rest]), torch.cat([scale, scale[:low] / FINER])
 
 
 def quantize_tokens(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:

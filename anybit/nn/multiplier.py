@@ -16,6 +16,7 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels import dense
 from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
+from anybit.kernels.between import ANSWERS, of
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
 from anybit.nn.around import Around
@@ -157,7 +158,7 @@ class Multiplier(Frozen):
             versions: of these at that time, where compiled code is to look at them in each call.
         """
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
-        rotated = False
+        rotated, low = False, 0
         if isinstance(x, Activations):
             wanted = CODES.get(self.activation or "")
             if x.codes.dtype not in (wanted, x.dtype):
@@ -172,17 +173,26 @@ class Multiplier(Frozen):
                     f"and its weight is {'' if rotates else 'not '}rotated"
                 )
             given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
-            rotated, x = x.rotated, x.codes
+            rotated, low, x = x.rotated, x.low, x.codes
         if x.device != self.device:
             raise InvalidInput(f"x is on {x.device}, and {self} on {self.device}")
         if not rotated:
             x = self.around.before(x)
-        args = self.around.inside(bias), self.scheme, self.out_features, self.backend
+        inside, lead = self.around.inside(bias), [len(x) - low]
+        if not given and not torch.compiler.is_compiling():
+            lead, dtype = list(x.shape[:-1]), x.dtype
+            low = ANSWERS.low(self.activation, math.prod(lead))
+            if low:
+                x, scale, sums = of(x).quantize(x.flatten(0, -2), "int8", low)
+                given = scale, sums, dtype
+        args = None if low else inside, self.scheme, self.out_features, self.backend
         if stored is None:
             y = ops.run(ops.linear, x, self.prepared.layout, *args, *given)
         else:
             given = *(given or (None,) * 3), stored, versions
             y = ops.run(ops.linear, x, self.prepared.layout, *args, *given)
+        if low:
+            y = of(y).join(y, low, inside).view(*lead, -1)
         return self.around.after(y, bias)
 
 

@@ -25,6 +25,7 @@ from anybit.serve.options import (
     Draft,
     DraftTokens,
     Dtype,
+    ExactAnswers,
     Format,
     Grace,
     Host,
@@ -74,6 +75,7 @@ def serve(
     kernels: Kernels = None,
     tool_parser: ToolParser = None,
     deterministic: Deterministic = False,
+    exact_answers: ExactAnswers = False,
     draft: Draft = None,
     draft_tokens: DraftTokens = 4,
 ) -> None:
@@ -112,6 +114,7 @@ def serve(
             max_running=max_running,
             max_itl=max_itl,
             deterministic=deterministic,
+            exact_answers=exact_answers,
             adapters=adapters_of(lora or []),
             draft=draft,
             draft_tokens=draft_tokens,

@@ -150,6 +150,14 @@ ToolParser = Annotated[
         rich_help_panel=ADVANCED,
     ),
 ]
+ExactAnswers = Annotated[
+    bool,
+    typer.Option(
+        "--exact-answers",
+        help="Layers of @int8 round prompts to 8 bits, and answers to 16.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 Deterministic = Annotated[
     bool,
     typer.Option(

@@ -12,7 +12,7 @@ from anybit.core.format import Format, Grid, get_format, known_formats, register
 from anybit.core.groups import groups_of
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme, scheme_name
-from anybit.kernels import reference, registry
+from anybit.kernels import between, reference, registry
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.triton.tiles import Tile
 from anybit.nn import op as ops
@@ -236,6 +236,20 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
         assert (codes.int() - want.int()).abs().max() <= 1  # sums differ in their last bits
         assert (codes.int() != want.int()).float().mean() < 0.02
         assert torch.equal(total, codes.int().sum(1).int())
+
+
+@pytest.mark.parametrize("low", [1, 3, 5])
+def test_second_rows_are_the_definition(low: int) -> None:
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
+    x[1] = 0
+    x[2] *= 30
+    *got, _ = activations.quantize(x, "int8", sums=True, low=low)
+    for own, want in zip(got, between.TORCH.quantize(x, "int8", low), strict=True):
+        assert own.shape == want.shape == (5 + low, *own.shape[1:])
+        assert torch.equal(own, want)
+    y = torch.randn(5 + low, 200, generator=torch.Generator().manual_seed(7)).half().to(DEVICE)
+    for bias in (None, y[0].float()):
+        assert torch.equal(activations.join(y, low, bias), between.TORCH.join(y, low, bias))
 
 
 def test_tokens_whose_values_are_not_adjacent() -> None:

@@ -89,7 +89,7 @@ def attend(architecture: int, kind: str, dim: int, tile: Tile) -> Job:
 
 def token(architecture: int) -> Job:
     kinds = dict.fromkeys(("x", "other", "weight", "residual", "hadamard"), "*bf16")
-    kinds |= dict.fromkeys(("K", "X_STRIDE", "OTHER_STRIDE"), "i32")
+    kinds |= dict.fromkeys(("K", "X_STRIDE", "OTHER_STRIDE", "LOW"), "i32")
     kinds |= {"vector": "*fp32", "out": "*i8", "scales": "*fp32", "sums": "*i32", "EPS": "fp32"}
     wide = activation.WIDEST
     constants = {"LARGEST": 127, "FUSE": "norm", "HAS_SUMS": True, "WIDE": wide, "SIZE": 128}

@@ -113,7 +113,9 @@ def test_products_leave_rotated_alone(many: int, monkeypatch: pytest.MonkeyPatch
 
 
 KINDS = dict.fromkeys(("x", "gate", "other", "weight", "hadamard", "residual"), "*bf16")
-KINDS |= dict.fromkeys(("K", "X_STRIDE", "OTHER_STRIDE", "UNITS", "ROW", "GATE_STRIDE"), "i32")
+KINDS |= dict.fromkeys(
+    ("K", "X_STRIDE", "OTHER_STRIDE", "UNITS", "ROW", "GATE_STRIDE", "LOW"), "i32"
+)
 KINDS |= {"vector": "*fp16", "scales": "*fp32", "sums": "*i32", "EPS": "fp32"}
 TARGETS: list[Target] = [("cuda", 80, 32), *[("hip", "gfx942", 64)] * EVERY_KERNEL]
 

@@ -15,7 +15,7 @@ from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import AS_IT_IS, Routing, Wanted, of, outside, rms_norm
+from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside, rms_norm
 from anybit.kernels.kv.cache import LayerCache
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
@@ -295,8 +295,11 @@ class Decoder(nn.Module):
     """A decoder-only language model. A subclass says what is its own: `attention` or `block`.
 
     length: positions that it is prepared for. prefix: of its tensors' names. mlp_name: of what lies
-    behind attention. norms: of each block.
+    behind attention. norms: of each block. exact_answers: whether layers with activations of int8
+    round those of answers to 16 bits.
     """
+
+    exact_answers = False
 
     prefix: ClassVar[str] = "model"
     mlp_name: ClassVar[str] = "mlp"
@@ -430,7 +433,9 @@ def wanted_by(layer: nn.Module | None) -> Wanted:
     """How a layer wants its input."""
     if not isinstance(layer, Frozen):
         return AS_IT_IS
-    return Wanted(layer.activation, layer.around.rotate_in, isinstance(layer, Multiplier))
+    alone = isinstance(layer, Multiplier)  # and not experts
+    low = ANSWERS.low(layer.activation, ANSWERS.tokens) if alone else 0
+    return Wanted(layer.activation, layer.around.rotate_in, alone, low)
 
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:

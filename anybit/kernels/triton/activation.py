@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.core.rotation import block
+from anybit.kernels import reference
 from anybit.kernels.backend import CODES
 from anybit.kernels.triton.lang import INTERPRET
 from anybit.kernels.triton.tiles import next_power_of_2
@@ -24,7 +25,8 @@ BLOCKS, MORE_BLOCKS = 16, 64
 MANY = 4096
 WIDEST = 4096  # columns of a token that one program rotates: more take all of shared memory
 PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # of fp32 products
-COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
+COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing, or joins rows
+FINER = tl.constexpr(reference.FINER)
 
 
 @triton.jit
@@ -132,13 +134,13 @@ def _rotate(
 @triton.jit
 def _token(
     x, other, weight, vector, hadamard, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
-    LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
+    LOW, LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
 
     SIZE > 0: then rotated, in blocks of that size. LARGEST > 0: quantized to codes, scale and sum;
-    0: stored as it is. residual: gets x + other.
+    0: stored as it is. LOW: tokens with a second row of codes. residual: gets x + other.
     """
     launch_next(PDL)
     m = tl.program_id(0).to(tl.int64)
@@ -173,6 +175,30 @@ def _token(
         tl.store(scales + m, scale)
         if HAS_SUMS:
             tl.store(sums + m, tl.sum(q.to(tl.int32), axis=0))
+        if LARGEST == 127 and m < LOW:  # what this has rounded off, in a row behind all tokens
+            rest = (_divided(v, scale) - q.to(tl.float32)) * FINER + 12582912.0 - 12582912.0
+            rest = tl.minimum(tl.maximum(rest, -127.0), 127.0).to(out.dtype.element_ty)
+            m += tl.num_programs(0)
+            tl.store(out + m * K + k, rest, mask=k < K)
+            tl.store(scales + m, scale / FINER)
+            if HAS_SUMS:
+                tl.store(sums + m, tl.sum(rest.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _join(y, bias, out, N, TOKENS, LOW, WIDE: tl.constexpr, PDL: tl.constexpr):
+    """`Family.join` of WIDE columns of a token."""
+    launch_next(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    offset = tl.zeros((WIDE,), tl.float32)
+    if bias is not None:
+        offset = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
+    after_previous(PDL)
+    v = tl.load(y + m * N + n, mask=n < N, other=0)
+    low = tl.load(y + (TOKENS + m) * N + n, mask=(n < N) & (m < LOW), other=0)
+    total = v.to(tl.float32) + low.to(tl.float32) + offset
+    tl.store(out + m * N + n, total.to(v.dtype), mask=n < N)
 
 
 @triton.jit
@@ -227,8 +253,11 @@ def quantize(
     norm: tuple[Tensor | None, Tensor, float] | None = None,
     sums: bool = False,
     vector: Tensor | None = None,
+    low: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (M, K), or what comes of it -> codes (M, K), scale (M,) fp32, sums (M,) int32, residual.
+
+    low: of the first tokens, that get a second row of codes: M + low rows.
 
     gate (M, K): SiLU(gate) * x. norm: (delta, weight (K,), epsilon) for RMSNorm(x + delta) *
     weight; the residual is x + delta, or x where delta is None. sums: whether to add up the codes.
@@ -236,10 +265,11 @@ def quantize(
     of a rotation before that, where `rotates(K)`.
     """
     m, k = x.shape
-    out = torch.empty(m, k, dtype=dtype or CODES[activation], device=x.device)
-    scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    total = torch.empty(m if sums else 0, dtype=torch.int32, device=x.device)
-    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total, vector)
+    rows = m + low
+    out = torch.empty(rows, k, dtype=dtype or CODES[activation], device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = torch.empty(rows if sums else 0, dtype=torch.int32, device=x.device)
+    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total, vector, low)
     return out, scale, total, residual
 
 
@@ -247,6 +277,17 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     """RMSNorm(x + delta) * weight and x + delta, all (M, K); without a delta, of x."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return out, _launch(x, out, norm=(delta, weight, eps))
+
+
+def join(y: Tensor, low: int, bias: Tensor | None) -> Tensor:
+    """`Family.join`."""
+    tokens, n = len(y) - low, y.shape[1]
+    out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
+    if tokens:
+        _join[(tokens, -(-n // COLUMNS))](
+            y, bias, out, n, tokens, low, WIDE=COLUMNS, num_warps=4, **overlap(y.device)
+        )
+    return out
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -271,6 +312,7 @@ def _launch(
     scale: Tensor | None = None,
     sums: Tensor | None = None,
     vector: Tensor | None = None,
+    low: int = 0,
 ) -> Tensor:
     """Run `_token`; the residual."""
     m, k = x.shape
@@ -286,7 +328,7 @@ def _launch(
         hadamard = matrix(size, x.dtype, x.device) if size else None
         _token[(m,)](
             x, other, weight, vector, hadamard, out, scale, sums, residual, k, x.stride(0),
-            0 if other is None else other.stride(0), eps, LARGEST=largest,
+            0 if other is None else other.stride(0), eps, low, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "",
             HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide, SIZE=size,
             num_warps=max(1, min(32, wide // 256)), **overlap(x.device),

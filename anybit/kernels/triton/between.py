@@ -19,25 +19,28 @@ class Triton(Family):
             return activation.add_norm(x, delta, weight, eps)
         codes, scale, total, x_sum = activation.quantize(
             x, wanted.activation or "", norm=(delta, weight, eps),
-            sums=wanted.activation == "int8", vector=wanted.vector,
+            sums=wanted.activation == "int8", vector=wanted.vector, low=wanted.low,
         )  # fmt: skip
-        return Activations(codes, scale, total, x.dtype, wanted.vector is not None), x_sum
+        rotated = wanted.vector is not None
+        return Activations(codes, scale, total, x.dtype, rotated, wanted.low), x_sum
 
     def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
-        kind, vector, rotated = wanted
+        kind, vector, rotated, low = wanted
         if quantizes(up, wanted):
             made = activation.quantize(
-                up, kind or "", gate=gate, sums=kind == "int8", vector=vector
+                up, kind or "", gate=gate, sums=kind == "int8", vector=vector, low=low
             )
-            return Activations(*made[:3], up.dtype, vector is not None)
+            return Activations(*made[:3], up.dtype, vector is not None, low)
         if rotated and vector is not None:
             nothing = up.new_empty(0)
             x = activation.rotate(up, vector, False, gate)
             return Activations(x, nothing, nothing, up.dtype, rotated=True)
         return activation.silu_mul(gate, up)
 
-    def quantize(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-        return activation.quantize(x, kind, sums=kind == "int8")[:3]
+    def quantize(self, x: Tensor, kind: str, low: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        return activation.quantize(x, kind, sums=kind == "int8", low=low)[:3]
+
+    join = staticmethod(activation.join)
 
     def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:
         if x.dtype not in (*HALVES, torch.float32) or not vector.is_contiguous():

@@ -1,0 +1,83 @@
+"""Prompts in 8 bits and answers in 16, from one stored weight."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit import QuantLinear, quantize_tensor
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
+from anybit.errors import Unsupported
+from anybit.kernels.between import ANSWERS
+from tests.engine.conftest import prompts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PICO = Path("models/pico")
+WRITTEN = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize("options", ["", ":rotate=k", ":rotate=kn"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_first_tokens_are_as_exact_as_unquantized_ones(options: str, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    w, offset = torch.randn(64, 256, generator=generator), torch.randn(64, generator=generator)
+    x = torch.randn(7, 256, generator=generator)
+    x[:, 3] *= 40  # an outlier, which takes most of int8's range
+    packed = quantize_tensor(w, f"int8{options}")
+    given = offset.to(DEVICE) if bias else None
+    layer = QuantLinear(packed.to(DEVICE), given, "int8", dtype=torch.bfloat16)
+    x = x.to(DEVICE, torch.bfloat16)
+    want = x.float() @ packed.dequantize().T.to(DEVICE) + (given if bias else 0)
+    plain = layer(x).float()
+    with ANSWERS.within(4, 7):
+        got = layer(x).float()
+        assert torch.equal(layer(x[None])[0].float(), got)
+        assert torch.equal(layer(x[:3]), layer(x[:3].clone()))  # other tokens than the step's
+    # A bias is added behind the product, whose outputs are rounded then.
+    assert torch.allclose(got[4:], plain[4:], rtol=2**-7 if bias else 0, atol=2**-4 if bias else 0)
+    error = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert error[:4].max() < 2**-7  # bf16's
+    assert error[:4].max() < error[4:].min() / 2 or options  # rotation has spread the outlier
+    with ANSWERS.within(7, 7):
+        assert torch.equal(layer(x)[:4].float(), got[:4])
+
+
+def test_what_is_written_is_that_of_unquantized_tokens() -> None:
+    """After a prompt of one token, which is no prompt to a step."""
+    started = [[token] for token in (5, 40, 300, 7, 9)]
+    texts = [
+        LLM(PICO, scheme, dtype="float32", exact_answers=exact, prefix_caching=False).generate(
+            started, WRITTEN, show_progress=False
+        )
+        for scheme, exact in (("int4", False), ("int4@int8", True), ("int4@int8", False))
+    ]
+    want, exact, rounded = ([o.completions[0] for o in text] for text in texts)
+    assert [c.tokens for c in exact] == [c.tokens for c in want]
+
+    def off(got: list) -> float:
+        pairs = zip(got, want, strict=True)
+        return max(abs(a.logprobs[0].logprob - b.logprobs[0].logprob) for a, b in pairs)
+
+    assert off(exact) < 1e-3 < 10 * off(exact) < off(rounded)
+
+
+def test_answers_do_not_depend_on_prompts_beside_them() -> None:
+    texts = prompts(6, 60)
+    llm = LLM(PICO, "int8@int8", dtype="float32", exact_answers=True, max_tokens=24)
+    alone = [llm.generate([text], WRITTEN, show_progress=False)[0].tokens for text in texts]
+    llm.engine.scheduler.blocks.forget()
+    together = llm.generate(texts, WRITTEN, show_progress=False)
+    assert [output.tokens for output in together] == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "why"),
+    [("llama", "int8", "the model has none"), ("mixtral", "int8@int8", "are experts")],
+)
+def test_models_without_such_layers(
+    checkpoint: Callable[[str], Path], name: str, scheme: str, why: str
+) -> None:
+    with pytest.raises(Unsupported, match=why):
+        LLM(checkpoint(name), scheme, exact_answers=True)
