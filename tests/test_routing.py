@@ -128,8 +128,6 @@ def test_choices_that_are_no_experts_have_no_rows() -> None:
 def test_five_launches_around_two_products(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the router's logits to the sum, quantization, SiLU and up included."""
     pytest.importorskip("triton")
-    from anybit.core.rotation import block
-    from anybit.kernels.triton import activation
     from anybit.nn.around import Around
 
     spec, _, kind = scheme.partition("@")
@@ -142,7 +140,6 @@ def test_five_launches_around_two_products(scheme: str, monkeypatch: pytest.Monk
     first, last = products
     rotated: list[object] = []
     monkeypatch.setattr(Around, "before", lambda self, x: (rotated.append(self.rotate_in), x)[1])
-    activation.matrix(block(MIDDLE), torch.half, torch.device("cpu"))  # made once
     launches = Launches(monkeypatch)
 
     def between(y: Tensor, where: Routing) -> Any:

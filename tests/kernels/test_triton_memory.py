@@ -88,12 +88,12 @@ def attend(architecture: int, kind: str, dim: int, tile: Tile) -> Job:
 
 
 def token(architecture: int) -> Job:
-    kinds = dict.fromkeys(("x", "other", "weight", "residual", "hadamard"), "*bf16")
+    kinds = dict.fromkeys(("x", "other", "weight", "residual"), "*bf16")
     kinds |= dict.fromkeys(("K", "X_STRIDE", "OTHER_STRIDE", "LOW"), "i32")
     kinds |= {"vector": "*fp32", "out": "*i8", "scales": "*fp32", "sums": "*i32", "EPS": "fp32"}
     wide = activation.WIDEST
     constants = {"LARGEST": 127, "FUSE": "norm", "HAS_SUMS": True, "WIDE": wide, "SIZE": 128}
-    options = {"num_warps": wide // 256}
+    options = {"num_warps": 32}
     target = ("cuda", architecture, 32)
     return Job("activation._token", kinds, constants | {"PDL": False}, target, options)
 

@@ -19,12 +19,8 @@ from anybit.kernels.triton.lang import INTERPRET
 from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
-# Blocks that one program rotates by a product of tensor cores: the matrix is read once for all, and
-# few tokens need many programs. Measured on an H200, as is from how many blocks on more are faster.
-BLOCKS, MORE_BLOCKS = 16, 64
-MANY = 4096
-WIDEST = 4096  # columns of a token that one program rotates: more take all of shared memory
-PRECISION = tl.constexpr("ieee" if torch.version.hip else "tf32x3")  # of fp32 products
+BLOCKS = 8  # that a program of one warp rotates; measured on an H200
+WIDEST = 4096  # columns of a token that one program rotates and quantizes: two are faster for more
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing, or joins rows
 FINER = tl.constexpr(reference.FINER)
 
@@ -83,28 +79,25 @@ def _silu(gate, up, dtype):
 
 
 @triton.jit
-def _transformed(v, hadamard, SIZE: tl.constexpr):
+def _transformed(v, SIZE: tl.constexpr):
     """v (blocks, SIZE) fp32 times Sylvester's Hadamard matrix, normalized.
 
-    hadamard: the matrix, in the dtype of activations. In 16 bits v is the sum of two numbers, whose
-    products are exact and added in fp32. Of an activation times a sign, the second number is zero.
+    That is sums and differences of columns whose numbers differ in one bit, for each bit. A thread
+    has neighbouring columns in registers, and the lanes exchange theirs once for the other bits: a
+    product with the matrix takes as long on tensor cores as reading it, and 16 blocks at a time.
     """
-    i = tl.arange(0, SIZE)
-    h = tl.load(hadamard + i[:, None] * SIZE + i[None, :])
-    if INTERPRET or h.dtype == tl.float32:  # the interpreter multiplies no bfloat16
-        y = tl.dot(v, h.to(tl.float32), input_precision=PRECISION)
-    else:
-        high = v.to(h.dtype)
-        low = (v - high.to(tl.float32)).to(h.dtype)
-        y = tl.dot(high, h)
-        if tl.max(tl.abs(low).to(tl.float32)) > 0:
-            y += tl.dot(low, h)
-    return y * (1 / tl.sqrt(SIZE * 1.0))
+    ROWS: tl.constexpr = v.shape[0]
+    for bit in tl.static_range(7):
+        if SIZE >> bit > 1:
+            x = tl.reshape(v, (ROWS, SIZE >> bit + 1, 2, 1 << bit))
+            a, b = tl.split(tl.permute(x, (0, 1, 3, 2)))
+            v = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, SIZE))
+    return v * (1 / tl.sqrt(SIZE * 1.0))
 
 
 @triton.jit
 def _rotate(
-    x, gate, vector, hadamard, out, UNITS, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr,
+    x, gate, vector, out, UNITS, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW.
@@ -123,17 +116,14 @@ def _rotate(
         g = tl.load(gate + (unit // ROW * GATE_STRIDE)[:, None] + k, mask=live, other=0)
         v = _silu(g, v, dtype)
     v = v.to(tl.float32)
-    if AFTER:
-        v = _transformed(v, hadamard, SIZE) * scale
-    else:
-        v = _transformed(v * scale, hadamard, SIZE)
+    v = _transformed(v, SIZE) * scale if AFTER else _transformed(v * scale, SIZE)
     at = unit[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(out + at, v.to(dtype), mask=live)
 
 
 @triton.jit
 def _token(
-    x, other, weight, vector, hadamard, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
+    x, other, weight, vector, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
     LOW, LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +155,7 @@ def _token(
     if SIZE > 0:
         v = v * tl.load(vector + k, mask=k < K, other=0).to(tl.float32)
         blocks = tl.reshape(v, (WIDE // SIZE, SIZE))
-        v = tl.reshape(_transformed(blocks, hadamard, SIZE), (WIDE,))
+        v = tl.reshape(_transformed(blocks, SIZE), (WIDE,))
         v = v.to(dtype).to(tl.float32)
     if LARGEST == 0:
         tl.store(out + m * K + k, v.to(dtype), mask=k < K)
@@ -222,26 +212,15 @@ def rotate(x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None) -
     out = torch.empty(m, k, dtype=x.dtype, device=x.device)
     units = m * (k // size)
     if units:
-        # fp32 takes four times the shared memory.
-        tile = MORE_BLOCKS if units >= MANY and x.element_size() == 2 else BLOCKS
-        _rotate[(-(-units // tile),)](
-            x, gate, vector, matrix(size, x.dtype, x.device), out, units, k // size, *strides,
-            AFTER=after, SIZE=size, TILE=tile, num_warps=4, **overlap(x.device),
+        _rotate[(-(-units // BLOCKS),)](
+            x, gate, vector, out, units, k // size, *strides,
+            AFTER=after, SIZE=size, TILE=BLOCKS, num_warps=1, **overlap(x.device),
         )  # fmt: skip
     return out
 
 
-@cache
-def matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix (size, size) of ones and minus ones."""
-    h = torch.ones(1, 1)
-    while len(h) < size:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h.to(device, dtype)
-
-
 def rotates(k: int) -> bool:
-    """Whether tokens of K = k fit into one program together with H."""
+    """Whether one program rotates tokens of K = k."""
     return k <= WIDEST
 
 
@@ -320,14 +299,10 @@ def _launch(
     other = gate if norm is None else delta
     x, other = side_by_side(x), None if other is None else side_by_side(other)
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
-    wide, size = next_power_of_2(k), 0
-    if vector is not None:  # a product of tensor cores has 16 rows or more
-        size = block(k)
-        wide = max(wide, 16 * size)
+    wide, size = next_power_of_2(k), 0 if vector is None else block(k)
     if m:
-        hadamard = matrix(size, x.dtype, x.device) if size else None
         _token[(m,)](
-            x, other, weight, vector, hadamard, out, scale, sums, residual, k, x.stride(0),
+            x, other, weight, vector, out, scale, sums, residual, k, x.stride(0),
             0 if other is None else other.stride(0), eps, low, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "",
             HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide, SIZE=size,
