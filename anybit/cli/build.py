@@ -10,7 +10,9 @@ from anybit.formats.presets import HOPPER
 from anybit.kernels.archive import pack
 from anybit.kernels.cute.build import build as compile_missing
 from anybit.kernels.cute.jit import KernelSpec, dsl_version, kernel_folder
+from anybit.kernels.hopper import plain
 from anybit.kernels.hopper.build import kernels_of
+from anybit.kernels.hopper.chip import H200
 from anybit.kernels.mma import build as mma
 from anybit.nn.plan import METHOD, stored_plan
 from anybit.planning.gpus import gpu
@@ -55,6 +57,8 @@ def build(
                 schemes[scheme] = None
         if given and demanded and scheme not in schemes:
             raise refused
+    if any(capability[0] == 9 for capability in capabilities):  # of layers that stay as they are
+        kernels |= dict.fromkeys(plain.kernels(H200))
     if dsl_version() is None:
         raise Unsupported("CuTe DSL is not installed; pip install 'anybit[hopper]'")
     with progress("compiling", len(kernels)) as step:

@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Engine, Stats
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
+from anybit.engine.weights import Dense
 from anybit.kernels import compilations
 from anybit.kernels.backend import CODES, Activations
 from anybit.kernels.cute.build import build_for
@@ -68,26 +70,30 @@ def compile_products(runner: ModelRunner) -> None:
     assert graphs is not None
     steps = [rows for rows in (graphs.written, graphs.prompts) if rows]
     head = getattr(runner.model, "lm_head", None)  # it sees the ends of texts alone
-    layers = {
-        (layer.scheme, layer.backend, layer.prepared.shape): layer
-        for layer in runner.model.modules()
-        if isinstance(layer, Multiplier)
-    }
+    layers: dict[Any, Multiplier | Dense] = {}
+    for layer in runner.model.modules():
+        if isinstance(layer, Multiplier):
+            layers[layer.scheme, layer.backend, layer.prepared.shape] = layer
+        elif isinstance(layer, Dense):
+            layers[layer.weight.shape] = layer
     # Of answers' tokens there may be a second row; see `between.Answers`.
     low = {kind: kind == "int8" and runner.model.exact_answers for kind in (None, *CODES)}
     todo = [
         (layer, size)
         for layer in layers.values()
         for size in sorted({
-            size + low[layer.activation] * rows.single(size)
+            size + low[getattr(layer, "activation", None)] * rows.single(size)
             for rows in steps[: 1 if layer is head else 2]
             for size in rows.sizes
         })
     ]  # fmt: skip
 
-    def multiply(layer: Multiplier, size: int) -> None:
-        x = placeholder(layer, size, words.dtype)
-        get_backend(layer.backend).linear(x, layer.prepared, None)
+    def multiply(layer: Multiplier | Dense, size: int) -> None:
+        if isinstance(layer, Dense):
+            layer(layer.weight.new_zeros(size, layer.weight.shape[1]))
+        else:
+            x = placeholder(layer, size, words.dtype)
+            get_backend(layer.backend).linear(x, layer.prepared, None)
 
     for error in build_for([partial(multiply, *each) for each in todo], WORTH):
         log.debug("left to its first use: %s", error)

@@ -7,7 +7,9 @@ import torch
 
 from anybit.engine import ready
 from anybit.engine.llm import LLM
+from anybit.engine.weights import Dense
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.between import of
 from anybit.kernels.cute import build as cute_build
 from anybit.kernels.cute import jit
 from tests.engine.conftest import PICO
@@ -52,3 +54,18 @@ def test_products_of_all_sizes_are_compiled_together(
     assert {m for m, n in seen if n == vocabulary} <= {1, 2}
     ready.compile_products(runner)
     assert len(together) == 2  # all are there
+
+
+def test_layers_that_are_not_quantized_compile_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = LLM(PICO, dtype="float32").engine.runner
+    runner.graphs = SimpleNamespace(written=SimpleNamespace(sizes=[1, 2]), prompts=None)
+    seen: set[tuple] = set()
+
+    def linear(self: object, x: torch.Tensor, weight: torch.Tensor, bias: object) -> None:
+        seen.add((len(x), *weight.shape))
+
+    monkeypatch.setattr(type(of(runner.model.embed_tokens)), "linear", linear)
+    ready.compile_products(runner)
+    shapes = {m.weight.shape for m in runner.model.modules() if isinstance(m, Dense)}
+    assert len(shapes) > 3
+    assert seen == {(m, *shape) for shape in shapes for m in (1, 2)}

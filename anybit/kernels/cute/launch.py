@@ -23,6 +23,9 @@ ProductArguments = namedtuple(
     "x w row_scale row_zero token_scale token_sum bias y work counters starts m n k experts",
 )
 
+# Of weights in 16 bits as they come, with so many rows. n: outputs of a token, with padding.
+PlainArguments = namedtuple("PlainArguments", "x w bias y m n k rows")
+
 # Of Hopper's main loop, likewise. row_zero: for look-ups, the codebook. stride: from a token's
 # outputs to the next token's, of which these n may be some.
 GemmArguments = namedtuple(
@@ -48,6 +51,10 @@ def structure(parameters: Any) -> type[ctypes.Structure]:
 class ProductLauncher(Launcher):
     arguments = structure(ProductArguments)
     settings: ClassVar[tuple[tuple[int, int], ...]] = ((CARVEOUT, 100),)
+
+
+class PlainLauncher(ProductLauncher):
+    arguments = structure(PlainArguments)
 
 
 class CodebookLauncher(Launcher):

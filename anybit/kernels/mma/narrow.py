@@ -9,13 +9,13 @@ kernel has finished.
 """
 
 from collections import namedtuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
-from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.product import Product
 from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, prefetch, wait
@@ -34,7 +34,7 @@ class Narrow(Product):
     ring_threads = 32
 
     @cute.kernel
-    def kernel(self, given: ProductArguments):
+    def kernel(self, given: Any):
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -46,12 +46,8 @@ class Narrow(Product):
         m_tiles = (given.m + (self.tokens - 1)) // self.tokens
         row_tile, first = tile // m_tiles, tile % m_tiles * self.tokens
 
-        # Where this warp reads: slices of 16 rows of a blob, which has two times four.
-        slot = row_tile * self.slices
-        half, quarter = slot // 4 % 2, slot % 4
-        blob = given.w.toint() + Int64(slot // 8 * k_tiles + warp) * self.decoder.blob_bytes
-        pieces = self.pieces(half, quarter, lane)
-        step = const_expr(self.warps * self.decoder.blob_bytes)
+        blob, pieces = self.weights(given, row_tile, warp, lane)
+        step = const_expr(self.warps * self.k_tile_bytes)
         count = (k_tiles - warp + (self.warps - 1)) // self.warps
         end = given.m
         if const_expr(self.overlap):
@@ -139,6 +135,18 @@ class Narrow(Product):
         rows = [self.row_values(given, before, channel + v * 8 + lane // 4) for v in range(2)]
         tokens = [self.token_values(given, token + lane % 4 * 2 + c) for c in range(2)]
         return rows, tokens
+
+    @property
+    def k_tile_bytes(self) -> int:
+        """From a K tile's weights to the next one's."""
+        return self.decoder.blob_bytes
+
+    def weights(self, given, row_tile, warp, lane):
+        """Where a warp's first blob lies, and in it slices of 16 rows: it has two times four."""
+        slot = row_tile * self.slices
+        k_tiles = (given.k + (K_TILE - 1)) // K_TILE
+        blob = given.w.toint() + Int64(slot // 8 * k_tiles + warp) * self.k_tile_bytes
+        return blob, self.pieces(slot // 4 % 2, slot % 4, lane)
 
     def pieces(self, half, quarter, lane):
         """Where this lane's pieces of a warp's slices lie in a blob, which has two times four."""

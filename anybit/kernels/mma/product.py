@@ -21,9 +21,10 @@ from anybit.kernels.mma.tiles import Kernel, grid_bytes, shared_bytes, stage_byt
 
 
 class Product(Program):
-    """A kernel with `ProductArguments`."""
+    """A kernel with `ProductArguments`, unless `parameters` are others."""
 
     aligned = 256
+    parameters: type = ProductArguments
     ring_threads: int  # that share a ring
 
     def __init__(self, spec: Kernel):
@@ -56,7 +57,7 @@ class Product(Program):
                     "row_zero": word, "token_scale": fp32, "token_sum": word, "bias": (out, 2),
                     "y": (out, 16), "work": (Float32, 16), "counters": word,
                     "starts": word}  # fmt: skip
-        return compile_program(self, ProductArguments, pointers, self.spec.architecture)
+        return compile_program(self, self.parameters, pointers, self.spec.architecture)
 
     # Multiplying.
 

@@ -14,8 +14,8 @@ from anybit.kernels.backend import COUNTS
 from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
-from anybit.kernels.cute.launch import ProductLauncher
-from anybit.kernels.cute.operands import SPANS
+from anybit.kernels.cute.launch import PlainLauncher, ProductLauncher
+from anybit.kernels.cute.operands import NAMES, SPANS
 from anybit.kernels.cute.pack import k_tiles, packed_bytes
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
@@ -80,8 +80,9 @@ class Tile:
         stages: K tiles of a ring; of "decode", that a CTA decodes.
         ctas: that should fit a multiprocessor.
         kind: "narrow", whose warps split K; "gemm", whose warps split rows; "few" and "experts",
-            which are the same for tokens sorted by expert; "decode", whose warps write 16 decoded
-            rows each and multiply nothing.
+            which are the same for tokens sorted by expert; "plain", which is "narrow" for weights
+            in 16 bits as they come; "decode", whose warps write 16 decoded rows each and multiply
+            nothing.
 
     Raises:
         InvalidInput: a narrow tile has more blocks of 16 rows x 8 tokens than warps, each of which
@@ -112,7 +113,7 @@ class Tile:
     @property
     def splits(self) -> bool:
         """Whether its warps split K, and not its rows."""
-        return self.kind in ("narrow", "few")
+        return self.kind in ("narrow", "few", "plain")
 
     @property
     def rows(self) -> int:
@@ -133,6 +134,15 @@ class Tile:
 DECODE = Tile(8, 1, 4, 4, 4, "decode")
 
 
+class Whole(Decoder):
+    """Of weights in 16 bits as they come, which are operands."""
+
+    cost, instructions = 1.0, 0
+
+
+PLAIN = {name: Whole(name, tuple(range(16))) for name in NAMES.values()}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One member of the family: everything that is fixed when it is compiled.
@@ -151,8 +161,11 @@ class Kernel:
     architecture: str
     overlap: bool = False
 
-    launcher = ProductLauncher
     batch = 0  # it has no WGMMAs
+
+    @property
+    def launcher(self) -> type[ProductLauncher]:
+        return PlainLauncher if self.tile.kind == "plain" else ProductLauncher
 
     @property
     def activation(self) -> str:
@@ -176,11 +189,11 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, experts, few, gemm, narrow
+        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain
 
         programs = {
             "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
-            "few": few.Few, "decode": decode.Decode,
+            "few": few.Few, "decode": decode.Decode, "plain": plain.Plain,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
@@ -215,7 +228,7 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
         return tile.rows * COPIED_ROW if decoder.slot == 16 else 0
     rings = tile.warps if tile.splits else 1
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
-    beside = {"narrow": 0, "few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}[tile.kind]
+    beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
     return rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
@@ -339,6 +352,14 @@ def family_small(decoder: Decoder, gpu: Gpu) -> tuple[Tile, ...]:
     every = [Tile(tokens, 1, warps, ctas=ctas, kind="narrow") for tokens, warps, ctas in shapes]
     found = (fitted(tile, decoder, gpu, 2, 5) for tile in every)
     return tuple(dict.fromkeys(tile for tile in found if tile))
+
+
+def family_plain(m: int, gpu: Gpu) -> list[Tile]:
+    """Tiles for up to 16 tokens and weights in 16 bits as they come."""
+    tokens, shapes = 8 if m <= 8 else 16, ((1, 8, 1), (2, 8, 1), (1, 4, 3), (2, 4, 2))
+    every = [Tile(tokens, s, w, ctas=c, kind="plain") for s, w, c in shapes]
+    found = (fitted(tile, PLAIN["bfloat16"], gpu, 2, 5) for tile in every)
+    return [tile for tile in found if tile]
 
 
 def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:

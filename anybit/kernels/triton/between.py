@@ -6,8 +6,9 @@ from torch import Tensor
 from anybit.kernels.attention import Batch, Scores, gathered, prompts
 from anybit.kernels.backend import HALVES, Activations
 from anybit.kernels.between import AS_IT_IS, Family, Wanted
+from anybit.kernels.hopper import plain
 from anybit.kernels.kv.cache import LayerCache
-from anybit.kernels.triton import activation, attention, cache, dense, likeliest, routing, viterbi
+from anybit.kernels.triton import activation, attention, cache, likeliest, routing, viterbi
 
 
 class Triton(Family):
@@ -48,8 +49,8 @@ class Triton(Family):
         return activation.rotate(x.reshape(-1, x.shape[-1]), vector, after).view(x.shape)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        suits = dense.suits(x, weight)
-        return dense.linear(x, weight, bias) if suits else super().linear(x, weight, bias)
+        suits = plain.suits(x, weight)
+        return plain.linear(x, weight, bias) if suits else super().linear(x, weight, bias)
 
     def likeliest(self, logits: Tensor, invalid: int) -> Tensor:
         if logits.stride(1) != 1:

@@ -1,0 +1,86 @@
+"""Few tokens times a weight in 16 bits as it comes, for layers that are not quantized.
+
+Reading the weight is all the time it takes, and the library leaves some of it: its kernels wait for
+the previous one before they read anything, and have too few bytes on their way.
+"""
+
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.backend import COUNTS, HALVES, refuse_vendor
+from anybit.kernels.choice import cycles
+from anybit.kernels.cute.jit import missing_kernels
+from anybit.kernels.cute.launch import loaded
+from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
+from anybit.kernels.cute.products import on_its_device
+from anybit.kernels.hopper.chip import Chip, chip_of
+from anybit.kernels.hopper.tiles import gpu_for
+from anybit.kernels.mma import tiles
+from anybit.kernels.mma.tiles import NARROW, Kernel, Tile
+
+
+def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` multiplies x (M, K) and weight (N, K), and fast."""
+    few = x.ndim == 2 and 0 < len(x) <= NARROW
+    halves = few and x.dtype in HALVES and weight.dtype == x.dtype
+    lies = halves and weight.is_contiguous() and not weight.shape[1] % 8
+    return lies and weight.numel() > 0 and not weight.data_ptr() % 16 and runs_on(weight.device)
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on a device, and can be had."""
+    if refuse_vendor() or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return missing_kernels(kernels(chip_of(device))) is None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """x (M, K) and weight (N, K) that suit -> (M, N). tile: instead of the choice's."""
+    return multiply(aligned(x), weight, bias, tile)
+
+
+@on_its_device
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
+    """As `linear`, x in whole rows of 16 bytes."""
+    (m, k), rows, device = x.shape, len(weight), x.device
+    chip, name, n = chip_of(device), NAMES[x.dtype], whole(rows)
+    kernel = kernel_of(name, tile or choose(m, rows, k, chip), chip)
+    y = torch.empty(m, n, dtype=x.dtype, device=device)
+    values = {"x": x, "w": weight, "bias": offsets(bias, n, x.dtype), "y": y, "m": m, "n": n,
+              "k": k, "rows": rows}  # fmt: skip
+    grid = tiles.tiles_of(kernel.tile, m, rows)
+    loaded(kernel, device.index).launch(values, grid, kernel.overlap)
+    return cut(y, rows)
+
+
+def kernels(chip: Chip) -> list[Kernel]:
+    """All that may be launched."""
+    every = [tile for m in (1, NARROW) for tile in family(m, chip)]
+    return [kernel_of(name, tile, chip) for name in NAMES.values() for tile in every]
+
+
+@cache
+def kernel_of(name: str, tile: Tile, chip: Chip) -> Kernel:
+    found = tiles.kernel_of(tiles.PLAIN[name], gpu_for(chip), tile, name)
+    assert found is not None
+    return found
+
+
+@lru_cache(COUNTS)
+def choose(m: int, n: int, k: int, chip: Chip) -> Tile:
+    """The tile of the least time."""
+    d, gpu = tiles.PLAIN["bfloat16"], gpu_for(chip)
+
+    def time(tile: Tile) -> float:
+        return cycles(tiles.work(tile, d, gpu, m, n, k), chip.read)
+
+    return min(family(m, chip), key=time)
+
+
+@cache
+def family(m: int, chip: Chip) -> list[Tile]:
+    """Tiles for M tokens."""
+    return tiles.family_plain(m, gpu_for(chip))
