@@ -302,15 +302,33 @@ def test_table_and_plot(plan: Allocation, tmp_path: Path) -> None:
 
 
 def test_heads_that_are_kept() -> None:
-    """Where none is asked for, and where the embeddings' weight would still be needed."""
+    """Where none is asked for, and where the weight would still be needed as it is."""
     given = {"candidates": ["int4"], "quantizer": anybit.RTN()}
     assert plan_formats(make(), None, 4.5, head=None, **given).heads == ()
     model = make()
     model.config.tie_word_embeddings = True
     model.tie_weights()
+    model.model.embed_tokens.max_norm = 1.0  # what no codes can be looked up for
     assert plan_formats(model, None, 4.5, **given).heads == ()
     with pytest.raises(ValueError, match="int4:group=48"):
         plan_formats(make(), None, 4.5, head="int4:group=48", **given)
+
+
+@pytest.mark.parametrize("head", ["int8", "int6@int8"])
+def test_a_tied_head_shares_codes_with_the_embeddings(head: str, tmp_path: Path) -> None:
+    model = make()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    given = {"candidates": ["int4"], "quantizer": anybit.RTN()}
+    found = plan_formats(model, None, 4.5, head=head, **given)
+    words = head.partition("@")[0]
+    assert found.heads == (("model.embed_tokens", words), ("lm_head", head))
+    found.save(tmp_path / "plan.json")
+    anybit.quantize_(model, json.loads((tmp_path / "plan.json").read_text()))
+    layers = dict(quantized_layers(model))
+    assert layers["lm_head"].scheme == head
+    looked_up = model.model.embed_tokens
+    assert looked_up.packed.planes[0] is layers["lm_head"].packed.planes[0]
 
 
 @pytest.mark.parametrize("seed", range(5))

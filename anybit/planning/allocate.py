@@ -26,10 +26,11 @@ from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.formats.presets import CANDIDATES
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import of_all_experts
 from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
 from anybit.nn.plan import is_head
-from anybit.nn.tied import tied_heads
+from anybit.nn.tied import sharing_heads, tied_heads
 from anybit.planning.allocation import Allocation, Group, Option
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_weight
@@ -73,8 +74,8 @@ def plan_formats(
         bits: The budget as stored bits of a weight, on average over the layers, scales included.
         candidates: Schemes to choose from. A layer that a format cannot store does without it.
         quantizer: The one that will be used, whose own data is ignored; `Clip()` by default.
-        head: The output head's format, which the budget does not count; None keeps it. A head that
-            shares the embeddings' weight is kept: codes of its own would take more memory.
+        head: The output head's format, which the budget does not count; None keeps it. Embeddings
+            that share its weight share its codes.
         show_progress: As in `quantize_`.
 
     Returns:
@@ -180,13 +181,20 @@ def check_budget(bits: float, least: float, candidates: Sequence[str]) -> None:
 def heads_of(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], scheme: str
 ) -> tuple[tuple[str, str], ...]:
-    """Output heads with a weight of their own, and the scheme that they get."""
+    """Output heads, and the scheme that they get, behind embeddings whose weight they share.
+
+    A head is kept whose weight would still be needed as it is.
+    """
     fmt, _ = parse_scheme(scheme)
-    tied = tied_heads(model)
-    own = [name for name in shapes if is_head(name) and name not in tied]
-    for name in own:
+    tied, words = tied_heads(model), embedding_layers(model)
+    heads = dict.fromkeys(filter(is_head, shapes), scheme)
+    shared = {tied[name]: fmt.spec for name in heads if tied.get(name) in words}
+    sharing = sharing_heads(model, shared | heads)
+    for name in [name for name in heads if name in tied and name not in sharing]:
+        del heads[name]
+    for name in heads:
         fmt.check(*shapes[name])
-    return tuple((name, scheme) for name in own)
+    return tuple(({name: shared[name] for name in sharing.values()} | heads).items())
 
 
 def probe(model: nn.Module) -> Tensor:

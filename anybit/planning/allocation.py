@@ -47,7 +47,8 @@ class Allocation:
         budget: In words, for tables and plots.
         measure: What losses are: "KL", predicted nats per token, or "weight error", squared errors
             of the weights over their squares, summed over layers.
-        heads: Output heads and their formats, which the budget does not count.
+        heads: Output heads and embeddings that share their weight, and their formats, which the
+            budget does not count.
     """
 
     groups: tuple[Group, ...]
