@@ -1,20 +1,16 @@
 """How near kernels come to what the GPU allows, and where they are slower than cuBLAS.
 
-    python benchmarks/efficiency.py benchmarks/results/h200_shapes.csv
-
 A product takes at least as long as reading its weight's bytes, which the CSV holds a measurement
 of, and as its multiplications at the matrix unit's highest rate seen in long products. The larger
-of both floors over the time is the efficiency: 1 is as fast as can be. Prints a table and the worst
-cells of each format.
+of both floors over the time is the efficiency: 1 is as fast as can be. `gemm.py` prints a table and
+the worst cells of each format; the pages have some of it.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import geometric_mean
 
-from anybit.measure.bench import Row, read_csv
+from anybit.measure.bench import Row
 
 PEAK = {"fp16": 790.0, "int8": 1580.0, "fp8": 1580.0}  # TFLOP/s of an H200 in long dense products
 LEVEL = 0.97  # of cuBLAS's speed; below it a cell counts as slower
@@ -148,18 +144,3 @@ def report(rows: Sequence[Row], peer: str = PEER) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
     text = ["  ".join(t.rjust(w) for t, w in zip(line, widths, strict=True)) for line in lines]
     return "\n".join([*text, *worst(found), spread(rows)])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("csv", type=Path, nargs="+")
-    parser.add_argument("--peer", default=PEER)
-    args = parser.parse_args()
-    rows = [row for path in args.csv for row in read_csv(path)]
-    print(report(rows, args.peer))
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,6 @@ from csv_rows import add_rows
 from kv_cache import randomize
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
@@ -89,10 +88,8 @@ MODELS = {
     "tiny-opt": opt(128, 2, 4),
 }  # fmt: skip
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
-PEER = "transformers"  # a "format": its own generate, in bf16
 PROMPT, OUTPUT = 1024, 512
 BLOCK = 16
-STATIC = "int8-static"  # a cache in int8 whose scales were known before, one for each channel
 BUDGET, RESERVE = 80e9, 1e9  # bytes of a GPU, and those that the runtime takes
 COLUMNS = (
     "model", "format", "kv", "batch", "step_us", "tokens_per_s", "floor_us", "vs_floor", "idle",
@@ -116,7 +113,7 @@ def main() -> None:
         "--case", nargs="+", action="append", metavar=("MODEL", "FORMAT"),
         help=f"a model ({', '.join(MODELS)}) and formats for it; +FORMAT names the head's",
     )  # fmt: skip
-    parser.add_argument("--kv", default="model,int8", help=f"model, int8, int4, {STATIC}")
+    parser.add_argument("--kv", default="model,int8", help="model, int8, k8v4, int4")
     parser.add_argument("--batches", default="1,16,64,128,256", help="80gb: as many as fit there")
     parser.add_argument("--contexts", default=f"{PROMPT + OUTPUT // 2}")
     parser.add_argument("--steps", type=int, default=20)
@@ -145,7 +142,7 @@ def main() -> None:
     facts = dict.fromkeys(COLUMNS, "") | facts_of(args)
     for model, scheme in ((m, f) for m, *formats in args.case for f in formats or FORMATS):
         config = config_of(model, args.layers)
-        for row in peer(config, args) if scheme == PEER else measure(scheme, config, args):
+        for row in measure(scheme, config, args):
             print(model, {k: v for k, v in row.items() if v != ""}, flush=True)
             if args.out:
                 add_rows(args.out, [facts | {"model": model} | row])
@@ -157,7 +154,7 @@ def main() -> None:
 def compile_all(args: argparse.Namespace) -> None:
     """Fill Triton's cache: each format in a process of its own, on a model of one layer."""
     start = time.monotonic()
-    names = [(m, f) for m, *formats in args.case for f in formats or FORMATS if f != PEER]
+    names = [(m, f) for m, *formats in args.case for f in formats or FORMATS]
     command = [sys.executable, __file__, "--layers", "1", "--steps", "1", "--device", args.device]
     command += ["--batches", args.batches, "--kv", args.kv, "--contexts", args.contexts]
     waiting = [
@@ -206,7 +203,6 @@ def measure(
         most = room_for(per_token * length, size, batches, device)
         if not most:
             continue
-        model.kv_scales = static_scales(model) if kv == STATIC else [None] * len(model.layers)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -214,7 +210,7 @@ def measure(
         cache_bytes = (most * -(-length // BLOCK) + 1) * BLOCK * per_token
         loaded = Loaded(model, None, config, frozenset(), torch.bfloat16)
         llm = LLM(
-            loaded, kv_cache="int8" if kv == STATIC else kv, max_running=most,
+            loaded, kv_cache=kv, max_running=most,
             prefix_caching=False, block_size=BLOCK, kv_bytes=cache_bytes,
         )  # fmt: skip
         for cache in llm.engine.runner.caches:
@@ -336,18 +332,10 @@ def room_for(each: int, weights: int, batches: list[int], device: torch.device) 
 def kv_bytes(model: Decoder, kv: str) -> int:
     """Bytes of one token in the cache."""
     meta = torch.device("meta")
-    format = KV_FORMATS.get(kv.removesuffix("-static")) or plain(torch.bfloat16)
-    scales = static_scales(model)[0] if kv == STATIC else None
+    format = KV_FORMATS.get(kv) or plain(torch.bfloat16)
     return sum(
-        LayerCache.empty(1, heads, 1, dim, format, meta, scales).nbytes
-        for heads, dim in model.cache_shapes
+        LayerCache.empty(1, heads, 1, dim, format, meta).nbytes for heads, dim in model.cache_shapes
     )
-
-
-def static_scales(model: Decoder) -> list[tuple[Tensor, Tensor]]:
-    """Scales of each channel of K and V, as calibration leaves them."""
-    scale = torch.full(model.cache_shape, 0.02, device=model.embed_tokens.device)
-    return [(scale, scale)] * len(model.layers)
 
 
 def stored(model: torch.nn.Module) -> list[Tensor]:
@@ -417,7 +405,7 @@ def kernel_shares(llm: LLM) -> dict[str, Any]:
 def kind_of(kernel: str) -> str:
     if any(part in kernel for part in ("_attend", "_combine", "_write")):
         return "attention_us"
-    parts = ("gemm", "gemv", "narrow", "nvjet", "cutlass", "psum", "splitk", "dense")
+    parts = ("gemm", "gemv", "narrow", "nvjet", "cutlass", "psum", "splitk", "plain")
     return "gemm_us" if any(part in kernel for part in parts) else "rest_us"
 
 
@@ -442,40 +430,6 @@ def prefill_speed(llm: LLM, config: PretrainedConfig) -> tuple[float, float]:
         return min(times[1:])
 
     return 4 * size / seconds(many), seconds(many[:1])
-
-
-def peer(config: PretrainedConfig, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """transformers' own `generate` in bf16: time of a step by the difference of two lengths."""
-    device = torch.device(args.device)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.eval()
-    size = sum(p.nbytes for p in model.parameters())
-    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    per_token = 4 * heads * dim * config.num_hidden_layers
-    context = int(args.contexts.split(",")[0])
-    for batch in (int(b) for b in args.batches.split(",")):
-        if time.monotonic() > args.end or batch > 64:
-            continue
-        tokens = torch.randint(1, config.vocab_size, (batch, context), device=device)
-        times = []
-        for new in (4, 4, 20):
-            start = time.perf_counter()
-            model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new,
-                min_new_tokens=new, do_sample=False, pad_token_id=0,
-            )  # fmt: skip
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        step = (times[2] - times[1]) / 16 * 1e6
-        read = size - config.vocab_size * config.hidden_size * 2 + batch * context * per_token
-        yield {
-            "format": "transformers bf16", "kv": "model", "batch": batch, "context": context,
-            "step_us": round(step),
-            "tokens_per_s": round(batch / step * 1e6),
-            **compared(step, read / args.bandwidth / 1e6), "weights_gb": round(size / 1e9, 2),
-        }  # fmt: skip
 
 
 if __name__ == "__main__":
