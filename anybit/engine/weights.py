@@ -45,6 +45,10 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return of(x).linear(x, self.weight, self.bias)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """SiLU(gate) * up, of the halves of y."""
+        return of(x).gated(x, self.weight, self.bias)
+
 
 class Separate(nn.Module):
     """Layers of the same input side by side, where their weights cannot be one matrix."""

@@ -183,6 +183,13 @@ class Family:
         """x (T, K) times a dense weight (N, K)."""
         return F.linear(x, weight, bias)
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """SiLU(gate) * up (T, N / 2), of the halves of `linear`'s outputs."""
+        gate, up = self.linear(x, weight, bias).chunk(2, -1)
+        y = self.silu_mul(gate, up)
+        assert isinstance(y, Tensor)
+        return y
+
     def likeliest(self, logits: Tensor, invalid: int) -> Tensor:
         """The token (B,) int32 of the largest of each row of logits (B, V).
 

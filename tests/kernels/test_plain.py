@@ -110,6 +110,29 @@ def test_one_hot_tokens_read_weights_back(tile: Tile) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 42, 1000), (8, 34, 264), (13, 262, 136)])
+@pytest.mark.parametrize("tile", [None, Tile(8, 2, 4, 3, kind="plain")])
+def test_gate_and_up(m: int, n: int, k: int, tile: Tile | None) -> None:
+    """Rows of either half that no tile divides; gates from -12 to 12, and a few far beyond."""
+    if tile and m > tile.tokens:
+        tile = None
+    x, w, bias = random(m, k), random(n, k) * (4 / k**0.5), random(n)
+    w[: n // 2 : 5] *= 1000
+    got = plain.gated(x, w, bias if m != 8 else None, tile)
+    y = x.double() @ w.double().T + (bias.double() if m != 8 else 0)
+    gate, up = y.chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 1e-4 * up.abs() + 1e-6).all()
+
+
+def test_gate_and_up_beside_their_definition() -> None:
+    x, w, bias = random(17, 64), random(48, 64), random(48)
+    gate, up = torch.nn.functional.linear(x, w, bias).chunk(2, -1)
+    assert torch.equal(of(x).gated(x, w, bias), of(x).silu_mul(gate, up))
+
+
+@pytest.mark.usefixtures("emulated")
 def test_rows_that_lie_apart() -> None:
     x, w = random(4, 512)[:2, 128:384], random(24, 256)
     assert torch.equal(plain.linear(x, w, None), plain.linear(x.contiguous(), w, None))
@@ -159,7 +182,7 @@ def test_choices() -> None:
         for m in (1, 5, 8, 9, 16):
             for n, k in ((8, 64), (2048, 8192), (128256, 2048), (28672, 8192), (1 << 20, 128)):
                 assert plain.choose(m, n, k, chip) in found
-    assert len(set(plain.kernels(H200))) == 4 * len(plain.family(1, H200))
+    assert len(set(plain.kernels(H200))) == 8 * len(plain.family(1, H200))
     assert all(kernel.overlap for kernel in plain.kernels(H200))
 
 

@@ -62,6 +62,14 @@ def pair(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     s.write(w, i.args[0], join((r + a[2] if len(a) > 2 else r).to(dtype)), active)
 
 
+def of_silu(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
+    """A power of two, or a quotient."""
+    a = [as_f32(s.read(w, name)) for name in i.args[1:]]
+    with np.errstate(all="ignore"):
+        r = np.exp2(a[0]) if i.op.startswith("ex2") else a[0] / a[1]
+    s.write(w, i.args[0], from_f32(r.astype(np.float32)), active)
+
+
 def from_int(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     value = signed(s.read(w, i.args[1]), 32).astype(np.float32)
     s.write(w, i.args[0], from_f32(value), active)
@@ -82,6 +90,7 @@ def narrow(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 HANDLERS: dict[str, Handler] = {
     r"(add|mul|add\.rn|mul\.rn|fma\.rn)\.f32": single,
     r"(add|mul|fma)\.rn\.(bf16x2|f16x2|f16)": pair,
+    r"ex2\.approx\.f32|div\.rn\.f32": of_silu,
     r"cvt\.rn\.f32\.s32": from_int,
     r"cvt\.f32\.(bf16|f16)": widen,
     r"cvt\.rn\.(bf16x2|f16x2|bf16|f16)\.f32": narrow,

@@ -11,7 +11,7 @@ from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.rope import Rope, head_dim
-from anybit.engine.weights import Weights
+from anybit.engine.weights import Dense, Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
@@ -187,8 +187,12 @@ class MLP(nn.Module):
         self.down_proj = weights.linear([down], [hidden], intermediate, bias)
 
     def forward(self, x: Tensor | Activations) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(gated(self.act, gate, up, wanted_by(self.down_proj)))
+        first, wanted = self.gate_up_proj, wanted_by(self.down_proj)
+        as_it_is = wanted.activation is None and wanted.vector is None
+        if isinstance(first, Dense) and isinstance(x, Tensor) and self.act in SILU and as_it_is:
+            return self.down_proj(first.gated(x))
+        gate, up = first(x).chunk(2, -1)
+        return self.down_proj(gated(self.act, gate, up, wanted))
 
 
 class MoE(nn.Module):

@@ -2,8 +2,11 @@
 
 Reading the weight is all the time it takes, and the library leaves some of it: its kernels wait for
 the previous one before they read anything, and have too few bytes on their way.
+
+Gate and up of an MLP are one weight; `gated` makes SiLU(gate) * up of their products at once.
 """
 
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
@@ -39,19 +42,27 @@ def runs_on(device: torch.device) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
     """x (M, K) and weight (N, K) that suit -> (M, N). tile: instead of the choice's."""
-    return multiply(aligned(x), weight, bias, tile)
+    return multiply(aligned(x), weight, bias, tile, 1)
+
+
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """SiLU(gate) * up (M, N / 2) of what `linear` gives: of its first half and of the other."""
+    return multiply(aligned(x), weight, bias, tile, 2)
 
 
 @on_its_device
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
-    """As `linear`, x in whole rows of 16 bytes."""
-    (m, k), rows, device = x.shape, len(weight), x.device
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None, parts: int
+) -> Tensor:
+    """x (M, K), in whole rows of 16 bytes, times a weight of 1 part, or of 2: gate and up."""
+    (m, k), rows, device = x.shape, len(weight) // parts, x.device
     chip, name, n = chip_of(device), NAMES[x.dtype], whole(rows)
-    kernel = kernel_of(name, tile or choose(m, rows, k, chip), chip)
+    tile = tile or choose(m, len(weight), k, chip)
+    kernel = kernel_of(name, replace(tile, kind="plain" if parts == 1 else "gated"), chip)
     y = torch.empty(m, n, dtype=x.dtype, device=device)
-    values = {"x": x, "w": weight, "bias": offsets(bias, n, x.dtype), "y": y, "m": m, "n": n,
-              "k": k, "rows": rows}  # fmt: skip
-    grid = tiles.tiles_of(kernel.tile, m, rows)
+    bias = offsets(bias, n if parts == 1 else 2 * rows, x.dtype)
+    values = {"x": x, "w": weight, "bias": bias, "y": y, "m": m, "n": n, "k": k, "rows": rows}
+    grid = tiles.tiles_of(kernel.tile, m, len(weight))
     loaded(kernel, device.index).launch(values, grid, kernel.overlap)
     return cut(y, rows)
 
@@ -59,6 +70,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None) 
 def kernels(chip: Chip) -> list[Kernel]:
     """All that may be launched."""
     every = [tile for m in (1, NARROW) for tile in family(m, chip)]
+    every += [replace(tile, kind="gated") for tile in every]
     return [kernel_of(name, tile, chip) for name in NAMES.values() for tile in every]
 
 

@@ -117,13 +117,18 @@ class Narrow(Product):
 
     def add_up(self, given, at, rows, tokens, token, channel, end):
         """Add what the warps have left of 16 rows and 8 tokens, in their order, and write it."""
+        total = self.total(at)
+        for v in range(2):
+            two = total[2 * v : 2 * v + 2]
+            self.store_pair(given, two, rows[v], tokens, token, channel + v * 8, end)
+
+    def total(self, at):
+        """The sum of what the warps have left, from the first one's on."""
         total = [self.acc(0)] * 4
         for r in range(self.warps):
             more = load_shared(at, 4, r * self.slices * self.blocks * 512, True, self.acc)
             total = [a + b for a, b in zip(total, more, strict=True)]
-        for v in range(2):
-            two = total[2 * v : 2 * v + 2]
-            self.store_pair(given, two, rows[v], tokens, token, channel + v * 8, end)
+        return total
 
     @property
     def crowded(self) -> bool:

@@ -122,6 +122,16 @@ def load_words(address: Int64, n: int, at: int, *, loc: Any = None, ip: Any = No
 
 
 @dsl_user_op
+def silu(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """x / (1 + exp(-x)); the exponential is off by two units in the last place."""
+    text = (
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.f32 e, e; "
+        "add.f32 e, e, 0f3F800000; div.rn.f32 $0, $1, e; }"
+    )
+    return Float32(asm(T.f32(), [Float32(x)], text, "=f,f", False, {"loc": loc, "ip": ip}))
+
+
+@dsl_user_op
 def scale_pair(
     word: Uint32, scale: Float32, dtype: str, *, loc: Any = None, ip: Any = None
 ) -> Uint32:

@@ -81,8 +81,8 @@ class Tile:
         ctas: that should fit a multiprocessor.
         kind: "narrow", whose warps split K; "gemm", whose warps split rows; "few" and "experts",
             which are the same for tokens sorted by expert; "plain", which is "narrow" for weights
-            in 16 bits as they come; "decode", whose warps write 16 decoded rows each and multiply
-            nothing.
+            in 16 bits as they come, and "gated", which is that for gate and up; "decode", whose
+            warps write 16 decoded rows each and multiply nothing.
 
     Raises:
         InvalidInput: a narrow tile has more blocks of 16 rows x 8 tokens than warps, each of which
@@ -113,7 +113,7 @@ class Tile:
     @property
     def splits(self) -> bool:
         """Whether its warps split K, and not its rows."""
-        return self.kind in ("narrow", "few", "plain")
+        return self.kind in ("narrow", "few", "plain", "gated")
 
     @property
     def rows(self) -> int:
@@ -165,7 +165,7 @@ class Kernel:
 
     @property
     def launcher(self) -> type[ProductLauncher]:
-        return PlainLauncher if self.tile.kind == "plain" else ProductLauncher
+        return PlainLauncher if self.tile.kind in ("plain", "gated") else ProductLauncher
 
     @property
     def activation(self) -> str:
@@ -194,6 +194,7 @@ class Kernel:
         programs = {
             "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
             "few": few.Few, "decode": decode.Decode, "plain": plain.Plain,
+            "gated": plain.Gated,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled

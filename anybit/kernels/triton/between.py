@@ -52,6 +52,10 @@ class Triton(Family):
         suits = plain.suits(x, weight)
         return plain.linear(x, weight, bias) if suits else super().linear(x, weight, bias)
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        suits = plain.suits(x, weight)
+        return plain.gated(x, weight, bias) if suits else super().gated(x, weight, bias)
+
     def likeliest(self, logits: Tensor, invalid: int) -> Tensor:
         if logits.stride(1) != 1:
             return super().likeliest(logits, invalid)
