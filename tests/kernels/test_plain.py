@@ -1,6 +1,7 @@
 """Weights in 16 bits as they come: kernels as compiled, and which of them the layers launch."""
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -56,9 +57,10 @@ class Emulated:
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Layers launch on the emulator, as on an H200; names of the launched tiles."""
     launched: list[str] = []
+    plain.chosen.cache_clear()
 
     def loaded(kernel: Kernel, device: int | None) -> Emulated:
         launched.append(kernel.tile.name)
@@ -69,7 +71,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(plain, "chip_of", lambda device: H200)
         monkeypatch.setattr(plain, "runs_on", lambda device: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    return launched
+    yield launched
+    plain.chosen.cache_clear()
 
 
 def random(*shape: int, dtype: torch.dtype = BRAIN) -> Tensor:

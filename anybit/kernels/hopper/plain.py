@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anybit.kernels.backend import COUNTS, HALVES, refuse_vendor
 from anybit.kernels.choice import cycles
+from anybit.kernels.cute.driver import Launcher
 from anybit.kernels.cute.jit import missing_kernels
 from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
@@ -55,16 +56,24 @@ def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None, parts: int
 ) -> Tensor:
     """x (M, K), in whole rows of 16 bytes, times a weight of 1 part, or of 2: gate and up."""
-    (m, k), rows, device = x.shape, len(weight) // parts, x.device
-    chip, name, n = chip_of(device), NAMES[x.dtype], whole(rows)
-    tile = tile or choose(m, len(weight), k, chip)
-    kernel = kernel_of(name, replace(tile, kind="plain" if parts == 1 else "gated"), chip)
-    y = torch.empty(m, n, dtype=x.dtype, device=device)
+    (m, k), rows = x.shape, len(weight) // parts
+    launcher, grid = chosen(x.dtype, m, len(weight), k, x.device, tile, parts)
+    n = whole(rows)
+    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
     bias = offsets(bias, n if parts == 1 else 2 * rows, x.dtype)
     values = {"x": x, "w": weight, "bias": bias, "y": y, "m": m, "n": n, "k": k, "rows": rows}
-    grid = tiles.tiles_of(kernel.tile, m, len(weight))
-    loaded(kernel, device.index).launch(values, grid, kernel.overlap)
+    launcher.launch(values, grid, True)
     return cut(y, rows)
+
+
+@lru_cache(COUNTS)
+def chosen(
+    dtype: torch.dtype, m: int, n: int, k: int, device: torch.device, tile: Tile | None, parts: int
+) -> tuple[Launcher, int]:
+    """What is launched for a problem, and its grid; every product asks it."""
+    chip = chip_of(device)
+    tile = replace(tile or choose(m, n, k, chip), kind="plain" if parts == 1 else "gated")
+    return loaded(kernel_of(NAMES[dtype], tile, chip), device.index), tiles.tiles_of(tile, m, n)
 
 
 def kernels(chip: Chip) -> list[Kernel]:
@@ -74,14 +83,12 @@ def kernels(chip: Chip) -> list[Kernel]:
     return [kernel_of(name, tile, chip) for name in NAMES.values() for tile in every]
 
 
-@cache
 def kernel_of(name: str, tile: Tile, chip: Chip) -> Kernel:
     found = tiles.kernel_of(tiles.PLAIN[name], gpu_for(chip), tile, name)
     assert found is not None
     return found
 
 
-@lru_cache(COUNTS)
 def choose(m: int, n: int, k: int, chip: Chip) -> Tile:
     """The tile of the least time."""
     d, gpu = tiles.PLAIN["bfloat16"], gpu_for(chip)
