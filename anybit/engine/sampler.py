@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anybit.engine.penalties import penalize
 from anybit.engine.scheduler import Scheduled
-from anybit.engine.sequence import Logprob, Sequence
+from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 from anybit.engine.structured import Matcher, constrain
 from anybit.kernels.between import of
 
@@ -90,7 +90,7 @@ def choose(logits: Tensor, rows: list[Row]) -> Tensor:
     if adjusted is not logits:
         tokens = torch.where(tokens == INVALID, tokens, of(adjusted).likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):
-        drawn = draw(adjusted.float(), rows, tokens)
+        drawn = draw(adjusted, rows, tokens)
         tokens = torch.where(tokens == INVALID, tokens, drawn.int())
     return tokens
 
@@ -122,33 +122,51 @@ def copies(device: torch.device) -> torch.cuda.Stream:
 
 def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
     """Tokens (B,) by temperature, top-k, top-p and min-p; where the temperature is 0, `greedy`."""
-    params, vocabulary = [row.seq.params for row in rows], logits.shape[1]
-    top_k = [min(p.top_k, vocabulary) or vocabulary for p in params]
-    numbers = [  # one copy to the device for all
-        [max(p.temperature, GREEDY) for p in params],
-        [p.temperature <= GREEDY for p in params],
-        top_k,
-        [p.top_p for p in params],
-        [p.min_p for p in params],
-    ]
-    temperature, cold, *filters = tensor(numbers, logits.device)[..., None]
-    largest = torch.finfo(logits.dtype).max
-    probs = (logits / temperature).clamp_max_(largest).softmax(-1)
-    filtered = [p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params]
-    if any(filtered):
-        some = tensor(filtered, logits.device, torch.bool)[:, None]
-        probs = torch.where(some, keep(probs, max(top_k), *filters), probs)
-    keys = tensor([row.seq.key(row.at) for row in rows], logits.device, torch.int32)
-    return torch.where(cold[:, 0].bool(), greedy, race(probs, keys))
+    params, device = [row.seq.params for row in rows], logits.device
+    warm = [i for i, p in enumerate(params) if p.temperature > GREEDY]
+    ranked = [i for i in warm if params[i].top_k or params[i].top_p < 1]
+    tokens = greedy.long()
+    for some in filter(None, (ranked, sorted({*warm} - {*ranked}))):
+        every = len(some) == len(rows)
+        at = tensor(some, device, torch.int64)
+        keys = tensor([rows[i].seq.key(rows[i].at) for i in some], device, torch.int32)
+        x = logits if every else logits[at]
+        drawn = among([params[i] for i in some], x, keys, some is ranked)
+        tokens = drawn if every else tokens.index_copy(0, at, drawn)
+    return tokens
 
 
-def keep(probs: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Probabilities (B, V) of the tokens that top-k, top-p and min-p leave; zeros elsewhere.
+def among(params: list[SamplingParams], logits: Tensor, keys: Tensor, ranked: bool) -> Tensor:
+    """Tokens (B,) of rows of logits (B, V).
 
-    The three are (B, 1); most: the largest top_k.
+    ranked: all have top-k or top-p; behind top-k, only the likeliest tokens are looked at. Else
+    none has.
     """
-    likeliest, order = probs.topk(most, dim=-1)
-    ranks = torch.arange(likeliest.shape[1], device=probs.device)
+    vocabulary = logits.shape[1]
+    top_k = [min(p.top_k, vocabulary) or vocabulary for p in params]
+    numbers = [[p.temperature for p in params], top_k, [p.top_p for p in params]]
+    numbers.append([p.min_p for p in params])
+    temperature, *filters = tensor(numbers, logits.device)[..., None]
+    if not ranked:
+        weights = weights_of(logits, temperature)
+        return race(weights.masked_fill(weights < filters[2], 0), keys)
+    likeliest, order = logits.topk(max(top_k), dim=-1)
+    weights = keep(weights_of(likeliest, temperature), *filters)
+    return order.gather(1, race(weights, keys, order)[:, None])[:, 0]
+
+
+def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
+    """What tokens' probabilities are proportional to, 1 for the likeliest."""
+    x = (logits.float() / temperature).clamp_max(torch.finfo(torch.float32).max)
+    return (x - x.amax(-1, keepdim=True)).exp()
+
+
+def keep(likeliest: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Weights (B, K) of the likeliest tokens, or zeros where top-k, top-p and min-p leave them out.
+
+    The three are (B, 1).
+    """
+    ranks = torch.arange(likeliest.shape[1], device=likeliest.device)
     likeliest = likeliest.masked_fill(ranks >= top_k, 0)
     # top_p sees what top_k has left.
     before = likeliest.cumsum(-1) - likeliest
@@ -156,13 +174,13 @@ def keep(probs: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
         likeliest < min_p * likeliest[:, :1]
     )
     out[:, 0] = False  # the likeliest token stays, also for a top_p that is 0 in fp32
-    likeliest = likeliest.masked_fill(out, 0)
-    # Back in the order of the vocabulary, so that a draw does not depend on the rows beside it.
-    return torch.zeros_like(probs).scatter_(1, order, likeliest)
+    return likeliest.masked_fill(out, 0)
 
 
-def race(weights: Tensor, keys: Tensor) -> Tensor:
-    """Draw a token (B,) by weights (B, V) and what is random about each draw, keys (B, 2) int32.
+def race(weights: Tensor, keys: Tensor, order: Tensor | None = None) -> Tensor:
+    """Draw a column (B,) by weights (B, V) and what is random about each draw, keys (B, 2) int32.
+
+    order (B, V): the tokens that columns stand for, if they are not their numbers.
 
     Each token arrives after an exponential time at the rate of its weight, and the first one wins,
     which each does with its share of the weights. Two models that are given the same key choose the
@@ -170,12 +188,14 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     the key of the token that it stands for, and taken if it is that token (Daliri et al., Coupling
     without communication and drafter-invariant speculative decoding, 2024).
     """
-    return (weights / waits(keys, weights.shape[1])).argmax(-1)
+    if order is None:
+        order = torch.arange(weights.shape[1], device=keys.device)
+    return (weights / waits(keys, order.int())).argmax(-1)
 
 
-def waits(keys: Tensor, count: int) -> Tensor:
-    """Exponential random numbers (B, count), a function of keys (B, 2) int32 and the column."""
-    bits = torch.arange(count, dtype=torch.int32, device=keys.device) * GOLDEN
+def waits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Exponential random numbers (B, V), by keys (B, 2) int32 and tokens (V,) or (B, V)."""
+    bits = tokens * GOLDEN
     for key in (keys[:, :1], keys[:, 1:]):
         bits = bits ^ key
         for shift, factor in MURMUR:

@@ -15,13 +15,18 @@ from anybit.kernels.cute import jit
 from tests.engine.conftest import PICO
 
 
+def steps_of(*sizes: int) -> SimpleNamespace:
+    """Steps of these sizes, as graphs hold them."""
+    return SimpleNamespace(sizes=sizes, single=lambda size: size)
+
+
 @pytest.mark.parametrize("scheme", ["int4:group=64", "int8@int8"])
 def test_products_of_all_sizes_are_compiled_together(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a launch that comes behind another; what does not compile is left to its first use."""
     runner = LLM(PICO, {"*": scheme, "lm_head": scheme}, dtype="float32").engine.runner
-    sizes = SimpleNamespace(sizes=[1, 2]), SimpleNamespace(sizes=[16, 64])
+    sizes = steps_of(1, 2), steps_of(16, 64)
     runner.graphs = SimpleNamespace(written=sizes[0], prompts=sizes[1])
     there: set[tuple] = set()
     together: list[list] = []
@@ -58,7 +63,7 @@ def test_products_of_all_sizes_are_compiled_together(
 
 def test_layers_that_are_not_quantized_compile_too(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = LLM(PICO, dtype="float32").engine.runner
-    runner.graphs = SimpleNamespace(written=SimpleNamespace(sizes=[1, 2]), prompts=None)
+    runner.graphs = SimpleNamespace(written=steps_of(1, 2), prompts=None)
     seen: set[tuple] = set()
 
     def linear(self: object, x: torch.Tensor, weight: torch.Tensor, bias: object) -> None:
