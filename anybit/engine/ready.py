@@ -24,6 +24,7 @@ WORTH = 3  # kernels for which other processes, which take seconds to start, are
 # What samples in other ways, and what no graph takes: a prompt that is read for its own sake.
 REHEARSED = (
     (3, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)),
+    (3, SamplingParams(max_tokens=4, temperature=0.5, ignore_eos=True)),
     (20, SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=20, ignore_eos=True)),
     (20, SamplingParams(
         max_tokens=4, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, logprobs=2,

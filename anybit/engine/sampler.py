@@ -13,12 +13,10 @@ from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 from anybit.engine.structured import Matcher, constrain
 from anybit.kernels.between import of
+from anybit.kernels.races import race
 
 INVALID = -1
 GREEDY = 1e-5  # temperatures below it choose the likeliest token
-# Odd numbers as signed integers of 32 bits: 2^32 over the golden ratio; MurmurHash3's finalizer.
-GOLDEN = 0x9E3779B9 - (1 << 32)
-MURMUR = ((16, 0x85EBCA6B - (1 << 32)), (13, 0xC2B2AE35 - (1 << 32)), (16, 0))
 
 
 Sampled = tuple[list[int], list[Logprob | None]]
@@ -130,14 +128,16 @@ def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
         every = len(some) == len(rows)
         at = tensor(some, device, torch.int64)
         keys = tensor([rows[i].seq.key(rows[i].at) for i in some], device, torch.int32)
-        x = logits if every else logits[at]
-        drawn = among([params[i] for i in some], x, keys, some is ranked)
+        x, best = (logits, greedy) if every else (logits[at], greedy[at])
+        drawn = among([params[i] for i in some], x, best, keys, some is ranked)
         tokens = drawn if every else tokens.index_copy(0, at, drawn)
     return tokens
 
 
-def among(params: list[SamplingParams], logits: Tensor, keys: Tensor, ranked: bool) -> Tensor:
-    """Tokens (B,) of rows of logits (B, V).
+def among(
+    params: list[SamplingParams], logits: Tensor, greedy: Tensor, keys: Tensor, ranked: bool
+) -> Tensor:
+    """Tokens (B,) of rows of logits (B, V), whose likeliest are `greedy` (B,).
 
     ranked: all have top-k or top-p; behind top-k, only the likeliest tokens are looked at. Else
     none has.
@@ -148,62 +148,25 @@ def among(params: list[SamplingParams], logits: Tensor, keys: Tensor, ranked: bo
     numbers.append([p.min_p for p in params])
     temperature, *filters = tensor(numbers, logits.device)[..., None]
     if not ranked:
-        weights = weights_of(logits, temperature)
-        return race(weights.masked_fill(weights < filters[2], 0), keys)
+        return of(logits).drawn(logits, greedy, temperature, filters[2].log(), keys)
     likeliest, order = logits.topk(max(top_k), dim=-1)
-    weights = keep(weights_of(likeliest, temperature), *filters)
-    return order.gather(1, race(weights, keys, order)[:, None])[:, 0]
-
-
-def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:
-    """What tokens' probabilities are proportional to, 1 for the likeliest."""
-    x = (logits.float() / temperature).clamp_max(torch.finfo(torch.float32).max)
-    return (x - x.amax(-1, keepdim=True)).exp()
+    likeliest = likeliest.float()
+    weights = ((likeliest - likeliest[:, :1]) / temperature).exp()
+    return order.gather(1, race(keep(weights, *filters), keys, order)[:, None])[:, 0]
 
 
 def keep(likeliest: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Weights (B, K) of the likeliest tokens, or zeros where top-k, top-p and min-p leave them out.
 
-    The three are (B, 1).
+    The three are (B, 1); the first weight is 1.
     """
     ranks = torch.arange(likeliest.shape[1], device=likeliest.device)
     likeliest = likeliest.masked_fill(ranks >= top_k, 0)
     # top_p sees what top_k has left.
     before = likeliest.cumsum(-1) - likeliest
-    out = (before >= top_p * likeliest.sum(-1, keepdim=True)) | (
-        likeliest < min_p * likeliest[:, :1]
-    )
+    out = (before >= top_p * likeliest.sum(-1, keepdim=True)) | (likeliest < min_p)
     out[:, 0] = False  # the likeliest token stays, also for a top_p that is 0 in fp32
     return likeliest.masked_fill(out, 0)
-
-
-def race(weights: Tensor, keys: Tensor, order: Tensor | None = None) -> Tensor:
-    """Draw a column (B,) by weights (B, V) and what is random about each draw, keys (B, 2) int32.
-
-    order (B, V): the tokens that columns stand for, if they are not their numbers.
-
-    Each token arrives after an exponential time at the rate of its weight, and the first one wins,
-    which each does with its share of the weights. Two models that are given the same key choose the
-    same token nearly as often as any two draws by their probabilities can, so a draft is drawn with
-    the key of the token that it stands for, and taken if it is that token (Daliri et al., Coupling
-    without communication and drafter-invariant speculative decoding, 2024).
-    """
-    if order is None:
-        order = torch.arange(weights.shape[1], device=keys.device)
-    return (weights / waits(keys, order.int())).argmax(-1)
-
-
-def waits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Exponential random numbers (B, V), by keys (B, 2) int32 and tokens (V,) or (B, V)."""
-    bits = tokens * GOLDEN
-    for key in (keys[:, :1], keys[:, 1:]):
-        bits = bits ^ key
-        for shift, factor in MURMUR:
-            bits = bits ^ (bits >> shift & (1 << 32 - shift) - 1)  # a shift that lets zeros in
-            bits = bits * factor if factor else bits
-    # Small numbers, which win, are exact to 2^-32; none is infinite.
-    uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2**-31
-    return -torch.log1p(-uniform.clamp_max(1 - 2**-24))
 
 
 def logprobs(

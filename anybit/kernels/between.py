@@ -21,6 +21,7 @@ from anybit.core.rotation import turned
 from anybit.kernels import viterbi
 from anybit.kernels.attention import Batch, Scores, gathered, rotate
 from anybit.kernels.backend import Activations
+from anybit.kernels.races import waits
 from anybit.kernels.reference import quantize_tokens, quantized_activation, with_low
 
 if TYPE_CHECKING:
@@ -197,6 +198,24 @@ class Family:
         """
         largest, tokens = logits.max(-1)
         return torch.where(largest.isfinite(), tokens, invalid).int()
+
+    def drawn(
+        self, logits: Tensor, best: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
+    ) -> Tensor:
+        """A token (B,) of each row of logits (B, V), by a race (`races.race`).
+
+        Args:
+            logits: Of 16 or 32 bits.
+            best: The likeliest token of each row (B,), or -1; then any may come out.
+            temperature: (B, 1) fp32.
+            least: (B, 1) fp32, logarithms of how probable a token must be, relative to that.
+            keys: (B, 2) int32.
+        """
+        most = logits.gather(1, best.clamp_min(0).long()[:, None]).float()
+        x = (logits.float() - most) / temperature
+        x = x.masked_fill(x < least, float("-inf"))
+        every = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+        return (x - waits(keys, every).log()).argmax(-1)
 
     # Tokens around the products of experts.
 

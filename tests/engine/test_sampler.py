@@ -7,8 +7,9 @@ import torch
 
 from anybit.engine import sampler
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.sampler import INVALID, Row, race, waits
+from anybit.engine.sampler import INVALID, Row
 from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.kernels.races import race, waits
 
 
 def sample(logits: torch.Tensor, seqs: list[Sequence], at: int = 0) -> sampler.Sampled:

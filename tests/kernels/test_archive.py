@@ -28,7 +28,8 @@ from anybit.kernels.triton.likeliest import _largest
 kinds = {"logits": "*bf16", "largest": "*fp32", "tokens": "*i32", "V": "i32", "STRIDE": "i32"}
 names = _largest.arg_names
 signature = {name: kinds.get(name, "constexpr") for name in names}
-values = {(names.index(name),): value for name, value in (("WIDE", 64), ("PDL", False))}
+fixed = {"WIDE": 64, "PDL": False} | dict.fromkeys(("best", "temperature", "least", "keys"))
+values = {(names.index(name),): value for name, value in fixed.items()}
 seen = lambda cache_hit, **rest: print("found" if cache_hit else "compiled")
 triton.knobs.compilation.listener = seen
 triton.compile(ASTSource(_largest, signature, values), target=GPUTarget("cuda", 89, 32))

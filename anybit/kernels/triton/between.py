@@ -61,6 +61,13 @@ class Triton(Family):
             return super().likeliest(logits, invalid)
         return likeliest.likeliest(logits, invalid)
 
+    def drawn(
+        self, logits: Tensor, best: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
+    ) -> Tensor:
+        if logits.stride(1) != 1:
+            return super().drawn(logits, best, temperature, least, keys)
+        return likeliest.drawn(logits, best, temperature, least, keys)
+
     choose = staticmethod(routing.choose)
     sort = staticmethod(routing.sort)
     spread = staticmethod(routing.spread)
