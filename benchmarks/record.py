@@ -7,9 +7,8 @@ Eight prompts of random tokens in each of three processes, one after the other, 
 of a token behind the first, host included. Without --model the weights are random ones of
 Llama-3.2-1B's shapes, and nothing is downloaded. +FORMAT is that of embeddings and head.
 
-Before a time counts, the same weights in fp32, decoded where they are quantized, read what was
-written. The tokens must be those that they prefer, and their log probabilities the engine's, within
-what rounding may change; and the run that is timed must write them again.
+Before a time counts, the same weights in fp32 (decoded) read what was written. They must prefer the
+same tokens by the same log probabilities, but for roundings, and the timed run write them again.
 """
 
 import argparse
@@ -127,8 +126,7 @@ def written(model: str, scheme: str, device: str) -> dict[str, list[Any]]:
 
 @torch.inference_mode()
 def compared(name: str, scheme: str, device: str, found: dict[str, Any]) -> tuple[float, float]:
-    """Means over all tokens, of the weights in fp32: how far log probabilities are from theirs, and
-    by how much they prefer another token."""
+    """Means: how far log probabilities are from fp32's, by how much it prefers another token."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     if plan := plan_of(scheme):
         anybit.quantize_(model, plan, show_progress=False)

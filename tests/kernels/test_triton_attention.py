@@ -23,7 +23,7 @@ from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import plain
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.kv.int4 import spread, unpack
-from anybit.kernels.triton import activation, attention_int8, cache, dense
+from anybit.kernels.triton import activation, attention_int8, cache, likeliest
 from anybit.kernels.triton import attention as kernels
 from anybit.kernels.triton.between import FAMILY
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model
@@ -228,6 +228,8 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
 @pytest.mark.parametrize(("programs", "splits"), [(1, 32), (8, 32), (64, 4), (255, 2), (256, 1)])
 def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
     assert kernels.choose_splits(programs, 256) == splits
+    assert kernels.choose_splits(programs, 256, 3) == min(splits, 4)
+    assert kernels.choose_splits(programs, 256, 1) == 1
 
 
 @pytest.mark.parametrize(("shape", "dtype", "reason"), [
@@ -252,7 +254,9 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
             "SCALE": "fp32", "EPS": "fp32", "K": "i32", "N": "i32", "X_STRIDE": "i32",
             "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
-            "BATCH": "i32"}  # fmt: skip
+            "BATCH": "i32", "LOW": "i32", "V": "i32", "best": "*i32", "tokens": "*i32",
+            "keys": "*i32", "temperature": "*fp32", "least": "*fp32",
+            "largest": "*fp32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64}  # fmt: skip
 
@@ -261,6 +265,7 @@ WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
 NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
 SILU = PLAIN | {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
+GREEDILY = {"WIDE": 4096} | dict.fromkeys(("best", "temperature", "least", "keys"))
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
     (80, "_attend_int8", "static", WHOLE, 2),
@@ -289,7 +294,8 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_combine", "model", {"SPLITS": 32}, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
-    (90, "_dense", "model", {"M": 1, "ROWS": 2, "COLUMNS": 4096, "bias": None}, 4),
+    (90, "_largest", "model", {"WIDE": 4096}, 4),
+    (80, "_largest", "model", GREEDILY, 4),
 ]
 
 
@@ -305,7 +311,7 @@ def test_compiles_for_gpus(compilers: Callable[..., Executor]) -> None:
 def job(arch: int, name: str, kind: str, more: dict, warps: int) -> Job:
     """A kernel of an architecture and a kind of cache."""
     k_kind, v_kind = {"k8v4": ("dynamic", "int4")}.get(kind, (kind, kind))
-    modules = (kernels, attention_int8, cache, activation, dense)
+    modules = (kernels, attention_int8, cache, activation, likeliest)
     module = next(m for m in modules if hasattr(m, name))
     arguments = getattr(module, name).arg_names
     kinds = dict.fromkeys(arguments, "*bf16") | POINTERS | {"parts": "*fp32"}

@@ -322,7 +322,8 @@ def attend(
     single = longest == 1 and attention_int8.suits(group, cache)
     if splits is None:
         enough = PROGRAMS[cache.k.element_size()]
-        splits = choose_splits(batch * kv_heads, enough) if longest == 1 else 1
+        most = -(-len(cache.k) * block // tile.tokens)  # tiles of the longest text that fits
+        splits = choose_splits(batch * kv_heads, enough, most) if longest == 1 else 1
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
     parts, sums, maxima = out, None, None
@@ -398,9 +399,12 @@ def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
 
 
 @cache
-def choose_splits(programs: int, enough: int) -> int:
-    """The power of two by which so many programs become enough for the GPU."""
+def choose_splits(programs: int, enough: int, tiles: int = MOST_SPLITS) -> int:
+    """The power of two by which so many programs become enough for the GPU.
+
+    tiles: of keys, at most, for which there need be no more.
+    """
     splits = 1
-    while splits < MOST_SPLITS and programs * splits < enough:
+    while splits < min(MOST_SPLITS, tiles) and programs * splits < enough:
         splits *= 2
     return splits
