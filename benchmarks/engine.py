@@ -44,10 +44,10 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Part, Weights
 from anybit.formats.minifloat import Minifloat
-from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import plain
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.registry import BACKENDS
+from anybit.kernels.state import Room
 from anybit.measure.timing import ReadFloor
 
 
@@ -213,7 +213,7 @@ def measure(
             loaded, kv_cache=kv, max_running=most,
             prefix_caching=False, block_size=BLOCK, kv_bytes=cache_bytes,
         )  # fmt: skip
-        for cache in llm.engine.runner.caches:
+        for cache in llm.engine.runner.states:
             randomize(cache)
         if kv == args.kv.split(",")[0] and not args.no_prompts:
             prefill, ttft = prefill_speed(llm, config)
@@ -331,11 +331,9 @@ def room_for(each: int, weights: int, batches: list[int], device: torch.device) 
 
 def kv_bytes(model: Decoder, kv: str) -> int:
     """Bytes of one token in the cache."""
-    meta = torch.device("meta")
     format = KV_FORMATS.get(kv) or plain(torch.bfloat16)
-    return sum(
-        LayerCache.empty(1, heads, 1, dim, format, meta).nbytes for heads, dim in model.cache_shapes
-    )
+    room = Room(1, 1, 0, format, torch.device("meta"))
+    return sum(heads.empty(room).nbytes for heads in model.heads)
 
 
 def stored(model: torch.nn.Module) -> list[Tensor]:

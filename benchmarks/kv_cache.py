@@ -19,7 +19,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from csv_rows import add_rows
 from torch import Tensor
 
 from anybit.engine.llm import LLM
-from anybit.engine.model_runner import block_bytes, caches_of
+from anybit.engine.model_runner import state_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.evaluate.corpus import held_out_text, prose
 from anybit.kernels.attention import Batch, Scores
@@ -37,6 +37,7 @@ from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import KvFormat, Numbers, plain
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.processor import processor
+from anybit.kernels.state import LayerState, Room
 
 KINDS = ("model", *KV_FORMATS)
 BLOCK = 16
@@ -220,14 +221,15 @@ def scores(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model: Decoder = llm.engine.runner.model  # type: ignore[attr-defined]
     device, size = model.embed_tokens.device, min(given.window, llm.length)
     texts = windows(llm, size, given.prose)[: given.windows]
-    exact = [logits(model, text, caches_of(model, -(-size // BLOCK), BLOCK, WHOLE, device))
-             for text in texts]  # fmt: skip
+    whole = Room(-(-size // BLOCK), BLOCK, 0, WHOLE, device)
+    exact = [logits(model, text, [heads.empty(whole) for heads in model.heads]) for text in texts]
     losses = [loss(found, text) for found, text in zip(exact, texts, strict=True)]
-    unquantized = block_bytes(model, BLOCK, plain(torch.bfloat16))
+    one = whole._replace(blocks=1)
+    unquantized = state_bytes(model, one._replace(kv=plain(torch.bfloat16)))
     for kind in given.kinds.split(","):
         format = KV_FORMATS.get(kind) or KvFormat(kind, ROUNDED, ROUNDED)
-        layers = caches_of(model, -(-size // BLOCK), BLOCK, format, device)
-        nbytes = unquantized if kind == "model" else block_bytes(model, BLOCK, format)
+        layers = [heads.empty(whole._replace(kv=format)) for heads in model.heads]
+        nbytes = unquantized if kind == "model" else state_bytes(model, one._replace(kv=format))
         found, rises = [], []
         for text, want, before in zip(texts, exact, losses, strict=True):
             got = logits(model, text, layers)
@@ -263,11 +265,11 @@ def loss(log_probabilities: Tensor, text: list[int]) -> Tensor:
     return -log_probabilities[:-1].gather(1, own)[:, 0]
 
 
-def logits(model: Decoder, text: list[int], layers: list[LayerCache]) -> Tensor:
+def logits(model: Decoder, text: list[int], layers: Sequence[LayerState]) -> Tensor:
     """Log probabilities (T, vocabulary) of a text that is read at once."""
     size, device = len(text), model.embed_tokens.device
     at = torch.arange(size, dtype=torch.int32, device=device)
-    tables = torch.arange(layers[0].k.shape[0], dtype=torch.int32, device=device)[None]
+    tables = torch.arange(-(-size // BLOCK), dtype=torch.int32, device=device)[None]
     length = torch.tensor([size], dtype=torch.int32, device=device)
     starts = torch.tensor([0, size], dtype=torch.int32, device=device)
     batch = Batch(at, at, tables, length, starts, [size], [size], 0)

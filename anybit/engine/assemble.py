@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from anybit.engine.block_manager import BlockManager
@@ -14,7 +15,7 @@ from anybit.engine.graphs import prompt_sizes
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
 from anybit.engine.memory import cache_room, step_bytes
-from anybit.engine.model_runner import ModelRunner, Runner, block_bytes
+from anybit.engine.model_runner import ModelRunner, Runner, state_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.speculation import Drafter, Speculation
@@ -23,6 +24,7 @@ from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.kv.format import KvFormat, plain
 from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.state import Room
 from anybit.nn.grouped import QuantExperts
 from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Frozen
@@ -52,8 +54,14 @@ def kv_format(loaded: Loaded, asked: str) -> KvFormat:
     model = loaded.model
     if isinstance(model, Generator):
         asked = "model"
+    elif asked in KV_FORMATS and not model.heads:
+        raise InvalidInput(
+            f"kv_cache={asked!r}: no layer of this model has K and V; leave it out, since states "
+            "of layers are kept as they are"
+        )
     elif asked == "auto":
-        asked = "int8" if all(scales is not None for scales in model.kv_scales) else "model"
+        static = [heads.scales is not None for heads in model.heads]
+        asked = "int8" if static and all(static) else "model"
     return KV_FORMATS.get(asked) or plain(loaded.dtype)
 
 
@@ -69,12 +77,13 @@ def assemble(
         decode: Text of tokens; None without a tokenizer.
 
     Raises:
-        InvalidInput: The KV cache has no room for two blocks.
+        InvalidInput: The KV cache has no room for two blocks, or for the states of one text.
         Unsupported: Its format does not take the model's heads.
     """
     vocabulary = loaded.config.get_text_config().vocab_size
     runner: Runner
     drafter: Drafter | None = None
+    rows = 0
     if isinstance(loaded.model, Generator):
         runner, length = loaded.model, loaded.model.length
         blocks = -(-length // settings.block_size)
@@ -83,13 +92,17 @@ def assemble(
         if settings.exact_answers:
             check_exact(loaded.model)
             loaded.model.exact_answers = True
-        runner, blocks = runner_of(loaded, small, settings)
+        room = room_of(loaded, small, settings)
+        blocks, rows = room.blocks, max(room.rows - 1, 0)
         length = min(loaded.model.length, blocks * settings.block_size)
+        if rows:
+            settings = replace(settings, max_running=min(settings.max_running, rows))
+        runner = runner_of(loaded.model, room, settings)
         if small is not None:
-            drafter = draft_model(runner, small, blocks, vocabulary, settings)
+            drafter = draft_model(runner, small, room, vocabulary, settings)
         elif settings.draft is not None:
             drafter = Lookup()
-    manager = BlockManager(blocks, settings.block_size, settings.prefix_caching)
+    manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows)
     scheduler = Scheduler(manager, settings.max_running, settings.max_tokens)
     if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
         steps = settings.max_running, settings.max_tokens
@@ -129,43 +142,31 @@ def check_exact(model: nn.Module) -> None:
             )
 
 
-def runner_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> tuple[ModelRunner, int]:
-    """What runs the steps of a model that the engine runs itself, and the blocks of its cache."""
-    model, most = loaded.model, settings.max_running
-    assert not isinstance(model, Generator)
-    models, rows = [model], most
-    if settings.draft is not None:
-        rows = max(most, min(most * (1 + settings.draft_tokens), MOST_DRAFTED))
-    if small is not None and has_own_cache(settings):
-        assert not isinstance(small.model, Generator)
-        models.append(small.model)
-    size, kv = settings.block_size, settings.kv
-    tokens = min(settings.max_tokens, most * model.length)
-    # Beside a step there is what graphs hold.
-    kept = max(rows, prompt_sizes(tokens)[-1])
-    if settings.deterministic or not model.capturable:
-        kept = 0
-    second = most * settings.exact_answers  # rows, of answers' tokens
-    step = step_bytes(loaded.config.get_text_config(), tokens + kept + second, most)
-    if small is not None:
-        step += step_bytes(small.config.get_text_config(), kept, 0)
-    blocks = cache_blocks(models, size, kv, settings.kv_bytes, most, step)
-    runner = ModelRunner(model, blocks, size, kv, rows, tokens, settings.deterministic)
-    return runner, blocks
+def runner_of(model: Decoder, room: Room, settings: Settings) -> ModelRunner:
+    """What runs the steps of a model that the engine runs itself."""
+    tokens = min(settings.max_tokens, settings.max_running * model.length)
+    return ModelRunner(model, room, graph_rows(settings), tokens, settings.deterministic)
+
+
+def graph_rows(settings: Settings) -> int:
+    """Rows of the largest step without prompts."""
+    most = settings.max_running
+    if settings.draft is None:
+        return most
+    return max(most, min(most * (1 + settings.draft_tokens), MOST_DRAFTED))
 
 
 def draft_model(
-    runner: ModelRunner, small: Loaded, blocks: int, vocabulary: int, settings: Settings
+    runner: ModelRunner, small: Loaded, room: Room, vocabulary: int, settings: Settings
 ) -> DraftModel:
     """Guesses by a smaller model for the one that a runner runs."""
     assert not isinstance(small.model, Generator)
-    apart, size = has_own_cache(settings), settings.block_size
-    caches = None if apart else runner.caches
+    apart = has_own_cache(settings)
+    states = None if apart else runner.states
     behind = ModelRunner(
-        small.model, blocks, size, settings.kv, settings.max_running, settings.max_tokens,
-        caches=caches,
-    )  # fmt: skip
-    own = BlockManager(blocks, size, settings.prefix_caching) if apart else None
+        small.model, room, settings.max_running, settings.max_tokens, states=states
+    )
+    own = BlockManager(room.blocks, room.block_size, settings.prefix_caching) if apart else None
     return DraftModel(behind, vocabulary, own, settings.max_tokens)
 
 
@@ -174,39 +175,75 @@ def has_own_cache(settings: Settings) -> bool:
     return settings.draft != "auto"
 
 
-def cache_blocks(
-    models: list[Decoder], block_size: int, kv: KvFormat, kv_bytes: int | None, max_running: int,
-    step: int,
-) -> int:  # fmt: skip
-    """Blocks of the KV cache; InvalidInput when kv_bytes, or what is free, does not hold two.
+def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
+    """What layers may remember.
 
-    models: that have caches of so many blocks, the one that decides how many are needed first.
-    step: bytes that a step of theirs takes on a GPU.
+    Raises:
+        InvalidInput: kv_bytes, or what is free, does not hold two blocks, or states of a text.
+        Unsupported: The KV cache's format does not take the heads.
     """
-    for _, dim in (shape for model in models for shape in model.cache_shapes):
-        kv.check(dim)
-    model = models[0]
-    each = sum(block_bytes(m, block_size, kv) for m in models)
-    room = cache_room(model.embed_tokens.device, step if kv_bytes is None else None)
-    if room is not None and kv_bytes is not None and room < kv_bytes:
+    model, most = loaded.model, settings.max_running
+    assert not isinstance(model, Generator)
+    models = [model]
+    if small is not None and has_own_cache(settings):
+        assert not isinstance(small.model, Generator)
+        models.append(small.model)
+    tokens = min(settings.max_tokens, most * model.length)
+    # Beside a step there is what graphs hold.
+    kept = max(graph_rows(settings), prompt_sizes(tokens)[-1])
+    if settings.deterministic or not model.capturable:
+        kept = 0
+    second = most * settings.exact_answers  # rows, of answers' tokens
+    step = step_bytes(loaded.config.get_text_config(), tokens + kept + second, most)
+    if small is not None:
+        step += step_bytes(small.config.get_text_config(), kept, 0)
+    device, size = model.embed_tokens.device, settings.block_size
+    none = Room(0, size, 0, settings.kv, device)
+    each, own = (
+        sum(state_bytes(m, room) for m in models)
+        for room in (none._replace(blocks=1), none._replace(rows=1))
+    )
+    free = cache_room(device, step if settings.kv_bytes is None else None)
+    given = granted(free, 2 * (each + own), step, settings.kv_bytes, device)
+    if given is None:
+        whole = -(-model.length // size) * each + own
+        given = min(CPU_CACHE if free is None else free, most * whole + own)
+    if not own:
+        return none._replace(blocks=counted(given, each, 2, f"blocks of {size} tokens"))
+    # A row more takes what steps write for nobody. K and V have at least half of the memory.
+    rows = counted(given // 2 if each else given, own, 2, "texts' states, one of them for padding")
+    rows = min(rows, most + 1)
+    blocks = (rows - 1) * -(-model.length // size)
+    if each:
+        blocks = counted(given - rows * own, each, 2, f"blocks of {size} tokens")
+    return none._replace(blocks=blocks, rows=rows)
+
+
+def granted(
+    free: int | None, least: int, step: int, kv_bytes: int | None, device: torch.device
+) -> int | None:
+    """What the user gives the cache, if that is said; InvalidInput where it is not there."""
+    if free is not None and kv_bytes is not None and free < kv_bytes:
         raise InvalidInput(
-            f"kv_bytes={kv_bytes} does not fit: {model.embed_tokens.device} has {room} bytes for "
-            f"it, of which a step takes about {step}; give at most {max(0, room - step)}, or none"
+            f"kv_bytes={kv_bytes} does not fit: {device} has {free} bytes for "
+            f"it, of which a step takes about {step}; give at most {max(0, free - step)}, or none"
         )
-    if room is not None and room < (kv_bytes or 2 * each):
+    if free is not None and free < (kv_bytes or least):
         raise InvalidInput(
-            f"a KV cache of two blocks of {each} bytes does not fit: beside the weights and about "
-            f"{step} bytes that a step takes, the GPU has {room} bytes left; use fewer bits for "
-            f"weights, kv_cache={' or '.join(map(repr, KV_FORMATS))}, or smaller max_tokens or "
-            "max_running"
+            f"a KV cache of {least} bytes, the least there is, does not fit: beside the weights "
+            f"and about {step} bytes that a step takes, the GPU has {free} bytes left; use fewer "
+            f"bits for weights, kv_cache={' or '.join(map(repr, KV_FORMATS))}, or smaller "
+            "max_tokens or max_running"
         )
-    if kv_bytes is None:
-        most = CPU_CACHE if room is None else room
-        kv_bytes = min(most, -(-model.length // block_size) * max_running * each)
-    blocks = kv_bytes // each
-    if blocks < 2:
+    return kv_bytes
+
+
+def counted(given: int, each: int, least: int, of: str) -> int:
+    """How many parts of a cache some bytes hold; InvalidInput where those are too few."""
+    count = given // each
+    if count < least:
         raise InvalidInput(
-            f"a KV cache of {kv_bytes} bytes holds {blocks} blocks of {block_size} tokens "
-            f"({each} bytes each), and at least 2 are needed; raise kv_bytes"
+            f"a KV cache of {given} bytes holds {count} {of} ({each} bytes each), and at least "
+            f"{least} are needed; raise kv_bytes"
         )
-    return blocks
+    return count

@@ -1,4 +1,4 @@
-"""The KV cache's blocks: who holds which, and which prefixes can be used again."""
+"""Blocks of the KV cache and rows of states: who holds which, and which prefixes are known."""
 
 import hashlib
 from array import array
@@ -13,10 +13,15 @@ class BlockManager:
     A full block is known by the hash of its tokens, of all blocks before it and of the text's
     adapter, so equal prefixes find each other. Blocks that nobody holds stay findable until they
     are needed for something else, the longest unused first.
+
+    rows: of recurrent states, one for each sequence that holds blocks; 0: no layer keeps any. What
+    states were at the end of a prefix is not kept, so none is found again then.
     """
 
-    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True):
-        self.count, self.block_size, self.prefix_caching = blocks, block_size, prefix_caching
+    def __init__(self, blocks: int, block_size: int, prefix_caching: bool = True, rows: int = 0):
+        self.count, self.block_size, self.recurrent = blocks, block_size, rows > 0
+        self.prefix_caching = prefix_caching and not rows
+        self.rows = list(range(rows, 0, -1))  # free ones; 0 takes what nobody reads
         self.holders = [0] * blocks
         self.digest: list[bytes | None] = [None] * blocks
         self.known: dict[bytes, int] = {}
@@ -50,10 +55,12 @@ class BlockManager:
         return -(-tokens // self.block_size) - len(seq.blocks)
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
-        """Make room for `tokens` tokens in all; False, and nothing done, without enough blocks."""
+        """Make room for `tokens` tokens in all; False, and nothing done, without enough of it."""
         need = self.missing(seq, tokens)
-        if need > len(self.free):
+        if need > len(self.free) or (self.recurrent and not seq.row and not self.rows):
             return False
+        if self.recurrent and not seq.row:
+            seq.row = self.rows.pop()
         for _ in range(need):
             block, _ = self.free.popitem(last=False)
             self._forget(block)
@@ -79,11 +86,14 @@ class BlockManager:
                 self.digest[block] = digest
 
     def release(self, seq: Sequence) -> None:
-        """Take back all blocks of a sequence, at once."""
+        """Take back all blocks of a sequence, and its row, at once."""
         for block in reversed(seq.blocks):  # ends of texts are forgotten before their beginnings
             self._give_back(block)
         seq.blocks = []  # a new list: captured graphs know sequences' blocks by theirs
         seq.computed = 0
+        if seq.row:
+            self.rows.append(seq.row)
+            seq.row = 0
 
     def forget(self) -> None:
         """Find no prefix again that is in the cache now."""

@@ -209,10 +209,17 @@ def load_draft(
     Raises:
         InvalidInput: It has other tokens, or cannot be made of this model.
     """
-    if draft is None or draft == "ngram":
+    if draft is None:
         return None
     if isinstance(loaded.model, Generator):
         raise InvalidInput("transformers' generate runs this model; leave out draft")
+    if loaded.model.recurrent:
+        raise InvalidInput(
+            "layers of this model keep states, which have no way back from wrong guesses; leave "
+            "out draft"
+        )
+    if draft == "ngram":
+        return None
     if isinstance(draft, Loaded):
         own = draft
     elif draft == "auto":
@@ -228,6 +235,11 @@ def load_draft(
         raise InvalidInput(
             f"draft={str(draft)!r}: transformers' generate runs it, which is no faster; give "
             "another model, or 'ngram'"
+        )
+    if own.model.recurrent:
+        raise InvalidInput(
+            f"draft={str(draft)!r}: its layers keep states, which have no way back from wrong "
+            "guesses; give another model, or 'ngram'"
         )
     words, others = (x.tokenizer and x.tokenizer.get_vocab() for x in (loaded, own))
     sizes = [x.config.get_text_config().vocab_size for x in (loaded, own)]

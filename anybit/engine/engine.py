@@ -364,7 +364,7 @@ class Engine:
             failure = error
             if len(scheduled) > 1:
                 try:
-                    flight = self.runner.launch([s], None)
+                    flight = self.runner.launch([self.scheduler.again(s)], None)
                     out += self._taken(flight, *flight.wait())
                     continue
                 except Exception as own:

@@ -24,6 +24,7 @@ from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.kernels.attention import Batch
 from anybit.kernels.between import ANSWERS, Repeated, family_of
 from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.state import LayerState
 from anybit.nn import op
 from anybit.progress import progress
 
@@ -39,8 +40,8 @@ class Rows:
     """What the tokens of a step are, in buffers that graphs read, and the graphs of each size.
 
     A step runs as the next larger size; its unused rows have slot -1, so they write nothing, and
-    unused sequences have context 0. single: the most sequences with one token. prompts: the most
-    others. width: blocks of the longest sequence.
+    unused sequences have context 0 and nobody's row of states. single: the most sequences with one
+    token. prompts: the most others. width: blocks of the longest sequence.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Rows:
         self.sizes, self.most, self.prompts = sizes, single, prompts
         self.width, self.block_size = width, block_size
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
-        # Of every token: itself, position and slot; of every sequence: context and first row, and
-        # blocks. On the host, and on the device.
+        # Of every token: itself, position and slot; of every sequence: context, row of states and
+        # first token, and blocks. On the host, and on the device.
         pin, lists = device.type == "cuda", single + prompts
-        numbers = 3 * sizes[-1] + 2 * lists + 1
+        numbers = 3 * sizes[-1] + 3 * lists + 1
         self.host = [
             torch.zeros(n, dtype=torch.int32, pin_memory=pin) for n in (numbers, lists * width)
         ]
@@ -73,22 +74,22 @@ class Rows:
         """Sequences with one token that a graph takes."""
         return min(size, self.most)
 
-    def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any]:
-        """Of the first buffer: tokens, positions and slots (3, size); contexts; starts."""
-        lists = self.single(size) + self.prompts
-        end = 3 * size + lists
-        rows = buffer[: 3 * size].reshape(3, size)
-        return rows, buffer[3 * size : end], buffer[end : end + lists + 1]
+    def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any, Any]:
+        """Of the first buffer: tokens, positions and slots (3, size); contexts; states; starts."""
+        lists, end = self.single(size) + self.prompts, 3 * size
+        rows = buffer[:end].reshape(3, size)
+        contexts, states = buffer[end : end + 2 * lists].reshape(2, lists)
+        return rows, contexts, states, buffer[end + 2 * lists : end + 3 * lists + 1]
 
     def fill(self, size: int, scheduled: list[Scheduled], tokens: Tensor | None = None) -> None:
         """Write a step to the device. tokens: as `StepGraphs.logits` has them."""
         if self.copied:
             self.copied.synchronize()  # of the step before, which may still be running
-        rows, contexts, starts = self.parts(self.host[0].numpy(), size)
+        rows, contexts, states, starts = self.parts(self.host[0].numpy(), size)
         tables = self.host[1].numpy().reshape(-1, self.width)
         changed, i, single = False, 0, self.single(size)
         at_prompt = single
-        contexts[:], starts[:single] = 0, np.arange(single)
+        contexts[:], states[:], starts[:single] = 0, 0, np.arange(single)
         for s in scheduled:
             if s.tokens > 1:
                 if at_prompt == single:
@@ -104,7 +105,7 @@ class Rows:
             for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
                 rows[:, i] = token, at, slot
-                contexts[i] = at + 1
+                contexts[i], states[i] = at + 1, s.seq.row
                 known, count = self.known[i]
                 if known is not blocks or count != len(blocks):
                     tables[i, : len(blocks)] = blocks
@@ -114,7 +115,7 @@ class Rows:
             starts[single] = single
         starts[at_prompt + 1 :] = starts[at_prompt]
         rows[:, i:] = [[0], [0], [-1]]
-        numbers, lists = 3 * size + 2 * len(contexts) + 1, len(contexts)
+        numbers, lists = 3 * size + 3 * len(contexts) + 1, len(contexts)
         for which, count in ((0, numbers), (1, lists * self.width * changed)):
             self.device[which][:count].copy_(self.host[which][:count], non_blocking=True)
         if self.copied:
@@ -132,7 +133,7 @@ class Rows:
 
     def batch(self, size: int) -> tuple[Tensor, Batch]:
         """Tokens and the rest of a step of so many rows, as they are on the device."""
-        (tokens, positions, slots), contexts, starts = self.parts(self.device[0], size)
+        (tokens, positions, slots), contexts, states, starts = self.parts(self.device[0], size)
         single, lists = self.single(size), len(contexts)
         # To those who launch, one prompt may be all, and no prompt is whole.
         prompts = [size, *(0,) * (self.prompts - 1)] if self.prompts else []
@@ -145,6 +146,7 @@ class Rows:
             queries=[1] * single + prompts,
             lengths=[0] * lists,
             decodes=single,
+            rows=states,
         )
 
 
@@ -162,10 +164,10 @@ class StepGraphs:
     """
 
     def __init__(
-        self, model: Decoder, caches: list[LayerCache], block_size: int, largest: int, width: int,
+        self, model: Decoder, states: list[LayerState], block_size: int, largest: int, width: int,
         steady: bool = False, prompts: Items[int] = (),
     ):  # fmt: skip
-        self.model, self.caches = model, caches
+        self.model, self.states = model, states
         self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
         device = model.embed_tokens.device
         self.written = Rows(self.sizes, largest, 0, width, block_size, device)
@@ -214,7 +216,7 @@ class StepGraphs:
     def _prompts_of(self, size: int, rows: Rows) -> list[Scheduled]:
         """A step of a size that reads a prompt, or several where texts are shorter than that."""
         longest = min(self.model.length, rows.width * rows.block_size)
-        blocks = len(self.caches[0].k)
+        blocks = next(len(state.k) for state in self.states if isinstance(state, LayerCache))
         out = []
         for at in range(0, size, longest)[: rows.prompts]:
             tokens = min(longest, size - at)
@@ -254,6 +256,9 @@ class StepGraphs:
 
     def _run(self, scheduled: list[Scheduled], rows: Rows, tokens: Tensor | None = None) -> Tensor:
         size = rows.size(scheduled)
+        if size not in rows.graphs:  # it runs before it is captured, and no state advances twice
+            rows.fill(size, [])
+            self._replay(rows, size)
         rows.fill(size, scheduled, tokens)
         return self._replay(rows, size)[: rows_of(scheduled)]
 
@@ -284,7 +289,7 @@ class StepGraphs:
     def _forward(self, rows: Rows, size: int) -> Tensor:
         tokens, batch = rows.batch(size)
         with ANSWERS.within(batch.decodes * self.model.exact_answers, size):
-            hidden = self.model(tokens, self.caches, batch)
+            hidden = self.model(tokens, self.states, batch)
             return hidden if rows is self.prompts else self.model.logits(hidden)
 
 

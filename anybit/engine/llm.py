@@ -27,6 +27,7 @@ from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
 from anybit.files.hub import located
 from anybit.kernels.archive import unpack
+from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import Plan, Spec
@@ -219,7 +220,7 @@ class LLM:
             raise Unsupported("requests are running; load weights when they have ended")
         if not isinstance(runner, ModelRunner) or self.plan is None:
             raise Unsupported("only models that the engine knows take new weights; load it anew")
-        if any(cache.format.static for cache in runner.caches):
+        if any(isinstance(s, LayerCache) and s.format.static for s in runner.states):
             raise Unsupported(
                 "the KV cache has scales that were made for the old weights; use kv_cache='model'"
             )

@@ -16,13 +16,11 @@ from anybit.engine.sampler import Row, Sampled, rows_of, sample
 from anybit.engine.scheduler import Scheduled, foreseeable
 from anybit.kernels.attention import Batch
 from anybit.kernels.between import ANSWERS
-from anybit.kernels.kv.cache import LayerCache
-from anybit.kernels.kv.format import KvFormat
+from anybit.kernels.state import LayerState, Room
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
 MOST_RECORDED = 4
 STEADY = 32  # of a steady step on a GPU
-META = torch.device("meta")  # tensors without memory
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,10 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """A model and its KV cache on one device.
+    """A model and what its layers remember, on one device.
 
     graphs: the largest batch to capture; 0: none. tokens: of a step, at most. steady: decode steps
-    are all of the same shape. caches: those of another runner; None: it gets its own.
+    are all of the same shape. states: those of another runner; None: it gets its own.
 
     Attributes:
         rows: Texts that a steady decode step writes at once.
@@ -74,28 +72,27 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        blocks: int,
-        block_size: int,
-        kv: KvFormat,
+        room: Room,
         graphs: int = 0,
         tokens: int = 2048,
         steady: bool = False,
-        caches: list[LayerCache] | None = None,
+        states: list[LayerState] | None = None,
     ):
-        self.model, self.block_size = model, block_size
-        self.device = model.embed_tokens.device
-        self.caches = caches or caches_of(model, blocks, block_size, kv, self.device)
+        self.model, self.block_size, self.device = model, room.block_size, room.device
+        self.states = states or [memory.empty(room) for memory in model.memories]
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
-        by_kernels = all(c.by_kernels for c in self.caches)
+        by_kernels = all(state.by_kernels for state in self.states)
         self.graphs = None
         if model.capturable and by_kernels and graphs:
             if not self.overlaps:
                 graphs = min(graphs, MOST_RECORDED)
             elif steady:
                 graphs = min(graphs, STEADY)
-            width = -(-model.length // block_size)
-            sizes = prompt_sizes(tokens) if self.overlaps and not steady else ()
-            self.graphs = StepGraphs(model, self.caches, block_size, graphs, width, steady, sizes)
+            size, width = room.block_size, -(-model.length // room.block_size)
+            # Recurrences of several tokens run text by text, as no graph of any texts can.
+            reads = self.overlaps and not steady and not model.recurrent
+            sizes = prompt_sizes(tokens) if reads else ()
+            self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes)
         self.rows = graphs if self.graphs else 1
 
     @torch.inference_mode()
@@ -138,7 +135,7 @@ class ModelRunner:
         else:
             tokens, batch = self.prepare(scheduled, given)
             with ANSWERS.within(batch.decodes * self.model.exact_answers, len(tokens)):
-                hidden = self.model(tokens, self.caches, batch)
+                hidden = self.model(tokens, self.states, batch)
         if reading:
             read_prompts(self.model, hidden, scheduled)
         last: list[int] = []
@@ -186,6 +183,7 @@ class ModelRunner:
         tables: list[list[int]] = []
         lengths: list[int] = []
         queries: list[int] = []
+        rows: list[int] = []
         for s in scheduled:
             first, last = s.first, s.first + s.tokens + len(s.draft)
             tokens += [*s.seq.tokens[first : first + s.tokens], *s.draft]
@@ -196,6 +194,7 @@ class ModelRunner:
             tables += [s.seq.blocks + [0] * (widest - len(s.seq.blocks))] * texts
             lengths += range(last - texts + 1, last + 1)
             queries += [s.tokens] + [1] * len(s.draft)
+            rows += [s.seq.row] * texts
         batch = Batch(
             positions=self.tensor(positions),
             slots=self.tensor(slots),
@@ -205,6 +204,7 @@ class ModelRunner:
             queries=queries,
             lengths=lengths,
             decodes=queries.count(1),
+            rows=self.tensor(rows),
         )
         # INVALID runs as any other; nobody will read what comes of it.
         return self.tensor(tokens) if given is None else given.clamp_min(0), batch
@@ -214,16 +214,7 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
-def caches_of(
-    model: Decoder, blocks: int, block_size: int, kv: KvFormat, device: torch.device
-) -> list[LayerCache]:
-    """An empty cache for each layer."""
-    return [
-        LayerCache.empty(blocks, heads, block_size, dim, kv, device, scales)
-        for (heads, dim), scales in zip(model.cache_shapes, model.kv_scales, strict=True)
-    ]
-
-
-def block_bytes(model: Decoder, block_size: int, kv: KvFormat) -> int:
-    """Bytes of one cache block over all layers, scales included."""
-    return sum(cache.nbytes for cache in caches_of(model, 1, block_size, kv, META))
+def state_bytes(model: Decoder, room: Room) -> int:
+    """Bytes of what a model's layers remember in a room, without taking them."""
+    room = room._replace(device=torch.device("meta"))
+    return sum(memory.empty(room).nbytes for memory in model.memories)

@@ -30,7 +30,7 @@ class Arrived(Weights):
     def __init__(self, model: Decoder, plan: Mapping[str, str], keep: Keep, shares_head: bool):
         super().__init__(model.embed_tokens.device, model.embed_tokens.dtype)
         self.plan, self.keep = dict(plan), keep
-        self.repeated = f"{model.prefix}.embed_tokens.weight" if shares_head else None
+        self.repeated = f"{model.prefix}.{model.words_name}.weight" if shares_head else None
         if model.adapters is not None:
             self.adapters = model.adapters.of_new_weights()
         self.held: dict[str, Tensor | Packed] = {}

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.sequence import Sequence
@@ -118,6 +118,15 @@ class Scheduler:
         for s, end in zip(going, ends, strict=True):
             self.blocks.grow(s.seq, end)
         return [Scheduled(s.seq, end - 1, 1, True) for s, end in zip(going, ends, strict=True)]
+
+    def again(self, scheduled: Scheduled) -> Scheduled:
+        """A sequence's part of a step that failed, once more.
+
+        From the beginning where layers keep states, since the step may have changed some of them.
+        """
+        if not self.blocks.recurrent:
+            return scheduled
+        return replace(scheduled, first=0, tokens=scheduled.first + scheduled.tokens)
 
     def done(self, scheduled: Scheduled, accepted: int = 0) -> None:
         """Note that a scheduled sequence's tokens have run; accepted: of its draft."""

@@ -108,7 +108,8 @@ class Logprob:
 class Sequence:
     """One text: its tokens, and how much of it the KV cache holds.
 
-    computed: tokens whose K and V are in the cache. blocks: the cache blocks that hold them.
+    computed: tokens whose K and V are in the cache, and which states have seen. blocks: the cache
+    blocks that hold them.
     finish: None while running, then "stop", "length", "abort" or "error".
     """
 
@@ -124,6 +125,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)  # prompt and output
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    row: int = 0  # of recurrent states; 0 is nobody's
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     finish: str | None = None
     stop_reason: str | int | None = None

@@ -1,7 +1,7 @@
 """What attention over the paged KV cache is given, and its definition in plain torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +24,9 @@ class Batch:
     Of int32: positions (T,): of each token in its text. slots (T,): where its K and V go, as block
     * block_size + offset. tables (B, blocks): each sequence's blocks. contexts (B,): tokens of each
     sequence that the cache holds, with this step's. starts (B + 1,): where each sequence's tokens
-    begin in T. On the host: queries and lengths: tokens of each sequence in this step, and
-    contexts. decodes: sequences with one token.
+    begin in T. rows (B,): where the states of each sequence lie, if layers keep any. On the host:
+    queries and lengths: tokens of each sequence in this step, and contexts. decodes: sequences with
+    one token.
     """
 
     positions: Tensor
@@ -36,6 +37,7 @@ class Batch:
     queries: list[int]
     lengths: list[int]
     decodes: int
+    rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
 
     # What layers ask for, once for all of them.
 

@@ -134,7 +134,7 @@ def test_a_format_is_one_class(checkpoint: Checkpoint, monkeypatch: pytest.Monke
     options = {"block_size": 4, "max_tokens": 16, "kv_bytes": 1 << 20}
     exact, llm = (LLM(checkpoint("llama"), kv_cache=kv, **options) for kv in ("model", "fp8"))
     assert llm.kv_cache == "fp8"
-    assert not any(cache.by_kernels for cache in llm.engine.runner.caches)
+    assert not any(cache.by_kernels for cache in llm.engine.runner.states)
     for a, b in zip(
         exact.generate(prompts(3), params), llm.generate(prompts(3), params), strict=True
     ):

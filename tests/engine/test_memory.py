@@ -26,7 +26,7 @@ def load(quantization: str | None = None, **options: Any) -> LLM:
 
 
 def blocks_of(llm: LLM) -> int:
-    return int(llm.engine.runner.caches[0].k.shape[0])
+    return int(llm.engine.runner.states[0].k.shape[0])
 
 
 @pytest.fixture
@@ -63,7 +63,10 @@ def test_what_does_not_fit_is_refused_before_it_is_read(
 def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
     """Beside what a step takes, which follows from max_tokens and max_running."""
     free[0] = 20 << 20
-    with pytest.raises(InvalidInput, match=r"two blocks of .* bytes does not fit: .* max_tokens"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"a KV cache of \d+ bytes, the least there is, does not fit: .* max_tokens",
+    ):
         load(max_tokens=8192, max_running=64)
     assert blocks_of(load(max_tokens=8192, max_running=1)) > 2  # a step has a text's tokens at most
     blocks = blocks_of(load(max_running=8))

@@ -50,13 +50,13 @@ def test_graphs_compute_what_the_model_does(kv: str, scheme: str | None) -> None
     assert isinstance(runner, ModelRunner)
     assert runner.graphs is not None
     read = 0
-    for step in steps(runner, random.Random(0), runner.caches[0].k.shape[0]):
+    for step in steps(runner, random.Random(0), runner.states[0].k.shape[0]):
         if not runner.graphs.can_read(step) or runner.graphs.can_write(step):
             continue
         with torch.inference_mode():
             got = runner.graphs.hidden(step).float()
             tokens, batch = runner.prepare(step)
-            want = runner.model(tokens, runner.caches, batch).float()
+            want = runner.model(tokens, runner.states, batch).float()
         assert (got - want).norm() < 0.03 * want.norm()  # in 16 bits, sums in another order
         worst = ((got - want).norm(dim=1) / want.norm(dim=1)).max()
         assert worst < 0.1

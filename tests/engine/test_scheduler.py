@@ -56,7 +56,7 @@ def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
     runner = LLM(PICO, length=64, max_running=4).engine.runner
     runner.model.length = length
     graphs = StepGraphs(
-        runner.model, runner.caches, 16, 4, -(-length // 16), prompts=(16, 64, 512)
+        runner.model, runner.states, 16, 4, -(-length // 16), prompts=(16, 64, 512)
     )  # fmt: skip
     assert graphs.prompts is not None
     for size in graphs.prompts.sizes:
@@ -65,7 +65,7 @@ def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
         graphs.prompts.fill(size, step)
         assert max(s.tokens for s in step) == min(size, length)
         assert sum(s.tokens for s in step) >= size - 1
-        assert all(0 <= b < len(runner.caches[0].k) for s in step for b in s.seq.blocks)
+        assert all(0 <= b < len(runner.states[0].k) for s in step for b in s.seq.blocks)
 
 
 def held_back(count: int) -> list[SamplingParams]:

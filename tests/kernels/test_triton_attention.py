@@ -369,7 +369,7 @@ def test_the_engine_on_these_kernels(
     llm = LLM(tmp_path, scheme, **settings)
     monkeypatch.setitem(between.chosen, torch.device("cpu"), FAMILY)
     runner = llm.engine.runner
-    for layer in runner.caches:
+    for layer in runner.states:
         layer.family = FAMILY
     runner.overlaps = True
 
@@ -382,7 +382,7 @@ def test_the_engine_on_these_kernels(
         kernels, "PROGRAMS", {1: 16, 4: 16}
     )  # two splits; every program takes a while here
     sizes = () if kv == "int4" else (8, 16)  # one reads prompts without a graph
-    runner.graphs = StepGraphs(runner.model, runner.caches, 4, 4, 16, prompts=sizes)
+    runner.graphs = StepGraphs(runner.model, runner.states, 4, 4, 16, prompts=sizes)
     assert [o.tokens for o in llm.generate(many, params)] == want
     assert set(runner.graphs.graphs) == {4}  # three texts in the next larger size
     read = runner.graphs.prompts

@@ -17,8 +17,9 @@ from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch, Scores, rotate
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import rms_norm
-from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.cache import Heads, LayerCache
 
+EXPERT = ("gate_proj", "up_proj", "down_proj")
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
 
 
@@ -30,7 +31,6 @@ class LatentAttention(Mixer):
     """
 
     gathers = True  # no kernel has such heads
-    scales = None
 
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         super().__init__()
@@ -45,7 +45,7 @@ class LatentAttention(Mixer):
             raise UnknownModel("heads of Q and K of different numbers are unknown in a latent")
         self.sizes = [rows if rank is None else rank, self.latent, self.rotary]
         first = "q_proj" if rank is None else "q_a_proj"
-        self.qkv_proj = weights.linear(
+        self.in_proj = weights.linear(
             [f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"],
             [self.sizes[0], self.latent + self.rotary], hidden, bias,
         )  # fmt: skip
@@ -64,10 +64,14 @@ class LatentAttention(Mixer):
         self.o_proj = weights.linear([f"{name}.o_proj"], [hidden], self.heads * self.v_dim, bias)
         self.scores = Scores(score_scale(c))
 
+    @property
+    def memory(self) -> Heads:
+        return Heads(1, self.latent + self.rotary)
+
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
     ) -> Tensor:
-        q, latent, shared = self.qkv_proj(x).split(self.sizes, 1)
+        q, latent, shared = self.in_proj(x).split(self.sizes, 1)
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm, LATENT_EPS)
         plain, rotary = (
@@ -89,22 +93,26 @@ class LatentAttention(Mixer):
 class GroupedMoE(MoE):
     """Experts of the best groups alone, and shared experts that every token goes through."""
 
+    gated = True  # whether experts are
+
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         c = config
         super().__init__(
             weights, name, c, c.n_routed_experts, c.num_experts_per_tok, c.moe_intermediate_size,
-            normalize=bool(c.norm_topk_prob),
+            normalize=bool(c.norm_topk_prob), names=EXPERT[not self.gated :], gated=self.gated,
         )  # fmt: skip
         if isinstance(self.gate, Adapted):
             raise InvalidInput(
                 f"an adapter changes {name}.gate, where the engine takes none; merge it into the "
                 "model"
             )
-        self.shared = MLP(
-            weights, f"{name}.shared_experts", c, c.moe_intermediate_size * c.n_shared_experts,
-            bias=mlp_bias(c),
-        )  # fmt: skip
+        self.shared = self.shared_experts(weights, f"{name}.shared_experts", c)
         self.groups, self.best, self.factor = c.n_group, c.topk_group, c.routed_scaling_factor
+
+    def shared_experts(self, weights: Weights, name: str, config: PretrainedConfig) -> nn.Module:
+        c = config
+        size = c.moe_intermediate_size * c.n_shared_experts
+        return MLP(weights, name, c, size, bias=mlp_bias(c))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.shared(x)
@@ -161,10 +169,6 @@ class DeepseekV2(Decoder):
         interleaved = getattr(c, "rope_interleave", True)
         return [Rope(c, length, device, interleaved=interleaved)] * c.num_hidden_layers
 
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        return 1, self.config.kv_lora_rank + self.config.qk_rope_head_dim
-
     def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         return LatentAttention(weights, name, self.config)
 
@@ -184,10 +188,6 @@ class Glm4Moe(DeepseekV3):
 
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         return [Rope(self.config, length, device, partial=True)] * self.config.num_hidden_layers
-
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        return Decoder.cache_shape.fget(self)  # type: ignore[attr-defined]
 
     def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config

@@ -6,6 +6,7 @@ side, in chunks of any size. `Hosted` finds out whether that is so before it tak
 """
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ from anybit.engine.models.rope import check_length
 from anybit.engine.models.trial import Again, Layer, Trial, spoiled
 from anybit.errors import in_a_line, probing
 from anybit.kernels.attention import Batch, Mask
-from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.cache import Heads
 from anybit.kernels.kv.format import plain
+from anybit.kernels.state import LayerState, Room
 
 TOKENS = 8  # of the trial runs
 
@@ -28,8 +30,8 @@ TOKENS = 8  # of the trial runs
 class Paged:
     """A step over the caches of all layers, in the order in which they are called."""
 
-    def __init__(self, layers: list[Layer], caches: list[LayerCache], batch: Batch):
-        self.layers = iter(zip(layers, caches, strict=True))
+    def __init__(self, layers: list[Layer], states: Sequence[LayerState], batch: Batch):
+        self.layers: Iterator[tuple[Layer, Any]] = iter(zip(layers, states, strict=True))
         self.batch = replace(batch, positions=torch.zeros_like(batch.positions))
         self.still: tuple[Tensor, Tensor] | None = None  # a rotation by nothing, for kernels
 
@@ -101,6 +103,7 @@ class Hosted(Decoder):
                 first = model(ids[None], use_cache=True)
                 model.set_attn_implementation(NAME)
                 self.layers_of_attention = self._try(ids)
+                self.memories = [Heads(each.heads, each.dim) for each in self.layers_of_attention]
                 self._check_kept(first.get("past_key_values"))
                 self._compare(ids, first.logits[0])
             except Exception as error:
@@ -112,10 +115,9 @@ class Hosted(Decoder):
                     f"{type(model).__name__} does not run on another's attention "
                     f"({in_a_line(error)})"
                 ) from error
-        self.kv_scales = [None] * len(self.layers_of_attention)
 
-    def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
-        step = Paged(self.layers_of_attention, caches, batch)
+    def forward(self, tokens: Tensor, states: Sequence[LayerState], batch: Batch) -> Tensor:
+        step = Paged(self.layers_of_attention, states, batch)
         return self._run(step, tokens.long(), batch.positions.long(), masked=True)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -127,10 +129,6 @@ class Hosted(Decoder):
     @property
     def capturable(self) -> bool:
         return False  # transformers' modules may wait for the device
-
-    @property
-    def cache_shapes(self) -> list[tuple[int, int]]:
-        return [(layer.heads, layer.dim) for layer in self.layers_of_attention]
 
     def _run(self, step: Step, tokens: Tensor, positions: Tensor, masked: bool) -> Tensor:
         """Hidden states (T, hidden). masked: with a mask that keeps transformers from making one,
@@ -184,10 +182,8 @@ class Hosted(Decoder):
     def _compare(self, ids: Tensor, want: Tensor) -> None:
         """Two copies of a text side by side, in chunks, against the model as it was."""
         size, blocks, kv = 2, -(-len(ids) // 2), plain(self.embed_tokens.dtype)
-        caches = [
-            LayerCache.empty(2 * blocks, heads, size, dim, kv, ids.device)
-            for heads, dim in self.cache_shapes
-        ]
+        room = Room(2 * blocks, size, 0, kv, ids.device)
+        caches = [memory.empty(room) for memory in self.memories]
         tables = torch.arange(2 * blocks, device=ids.device, dtype=torch.int32).view(2, blocks)
         got = []
         for first, last in ((0, 3), (3, 4), (4, len(ids))):

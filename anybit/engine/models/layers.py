@@ -1,5 +1,6 @@
 """The parts that decoder-only language models are made of; each model's file says which."""
 
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside, rms_norm
-from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.cache import Heads, LayerCache
+from anybit.kernels.state import LayerState, Memory
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
 
@@ -62,15 +64,18 @@ class RMSNorm(nn.Module):
 
 
 class Mixer(nn.Module):
-    """What a block expects of its attention.
+    """What a block expects of what looks at other tokens: attention, or a recurrence.
 
-    qkv_proj: what its input goes into. gathers: whether no kernel does it. scales: static ones of
-    K and V (kv_heads, head_dim) for an int8 cache.
+    in_proj: what its input goes into. gathers: whether no kernel does it.
     """
 
-    qkv_proj: nn.Module
-    gathers: bool
-    scales: tuple[Tensor, Tensor] | None
+    in_proj: nn.Module
+    gathers: bool = False
+
+    @property
+    def memory(self) -> Memory:
+        """What it remembers of texts."""
+        raise NotImplementedError(f"{type(self).__name__}.memory")
 
     def arrange(self, order: Tensor | None) -> None:
         """Bring what belongs to channels of Q's and K's heads into rope's order."""
@@ -91,6 +96,8 @@ class Attention(Mixer):
         every_head: Each head of Q has its own K and V, whatever config.json says.
         norm: Kind of qk_norm.
         sinks: Each head has a score for a key without a value.
+        norm_names: Of qk_norm, Q's and K's.
+        gated: Each head of Q is followed by a gate of the head's output, before a sigmoid.
     """
 
     def __init__(
@@ -109,6 +116,8 @@ class Attention(Mixer):
         every_head: bool = False,
         norm: NormKind = PLAIN,
         sinks: bool = False,
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        gated: bool = False,
     ):
         super().__init__()
         hidden, dim = config.hidden_size, head_dim(config)
@@ -118,30 +127,41 @@ class Attention(Mixer):
         own = weights.tensor(f"{name}.sinks", (heads,)) if sinks else None
         self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap, own)
         self.gathers = softcap is not None  # the kernels have none
-        rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self.gated = gated
+        rows = [(1 + gated) * heads * dim, kv_heads * dim, kv_heads * dim]
         rows = rows if len(names) > 1 else [sum(rows)]
         merged = [f"{name}.{part}" for part in names]
-        self.qkv_proj = weights.linear(merged, rows, hidden, bias)
+        self.qkv_proj = self.in_proj = weights.linear(merged, rows, hidden, bias)
         self.o_proj = weights.linear([f"{name}.{output}"], [hidden], heads * dim, output_bias)
         self.norms = self.whole_norms = None
         if qk_norm:
             sizes = (heads * dim, kv_heads * dim) if qk_norm == "whole" else (dim, dim)
             q, k = (
-                norm_weight(weights, f"{name}.{part}_norm", size, norm)
-                for part, size in zip("qk", sizes, strict=True)
+                norm_weight(weights, f"{name}.{part}", size, norm)
+                for part, size in zip(norm_names, sizes, strict=True)
             )
-            norms = (q, k, config.rms_norm_eps)
+            norms = (q, k, norm_eps(config))
             self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
         self.scales = weights.kv_scales(name, (kv_heads, dim))
+
+    @property
+    def memory(self) -> Heads:
+        return Heads(self.kv_heads, self.dim, self.scales)
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
     ) -> Tensor:
-        qkv = self.qkv_proj(x)
+        qkv, gate = self.qkv_proj(x), None
+        if self.gated:
+            q, kv = qkv.tensor_split([2 * self.heads * self.dim], 1)
+            q, gate = q.unflatten(1, (self.heads, 2, self.dim)).unbind(2)
+            qkv = torch.cat([q.flatten(1), kv], 1)
         if self.whole_norms is not None or rope.order is not None:
             qkv = self._arranged(qkv, rope.order)
         tables = (rope.cos, rope.sin)
         out = cache.attend(qkv, self.heads, batch, tables, self.scores, self.norms)
+        if gate is not None:
+            out = out * gate.sigmoid()
         return self.o_proj(out.flatten(1))
 
     def arrange(self, order: Tensor | None) -> None:
@@ -159,7 +179,9 @@ class Attention(Mixer):
             q_weight, k_weight, eps = self.whole_norms
             q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
         if order is not None:  # products of Q and K do not depend on it
-            q, k = (t.unflatten(1, (-1, self.dim))[..., order].flatten(1) for t in (q, k))
+            q, k = (
+                t.unflatten(1, (-1, self.dim)).index_select(2, order).flatten(1) for t in (q, k)
+            )
         return torch.cat([q, k, v], 1)
 
 
@@ -199,7 +221,8 @@ class MoE(nn.Module):
     """A mixture of experts: each token goes through the `top_k` that the router prefers.
 
     normalize: the chosen experts' weights add up to 1. names: of an expert's projections, gate and
-    up merged if there are two. router: its name. bias: of the router and of all projections.
+    up merged if there are two. router: its name. bias: of the router and of all projections. gated:
+    whether experts have a gate beside up.
     """
 
     def __init__(
@@ -214,6 +237,7 @@ class MoE(nn.Module):
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         router: str = "gate",
         bias: bool = False,
+        gated: bool = True,
     ):
         super().__init__()
         self.act = activation_of(config)
@@ -223,7 +247,7 @@ class MoE(nn.Module):
         *first, down = names
         both = [[f"{name}.experts.{i}.{part}" for part in first] for i in range(experts)]
         last = [[f"{name}.experts.{i}.{down}"] for i in range(experts)]
-        rows = [2 * intermediate // len(first)] * len(first)
+        rows = [(1 + gated) * intermediate // len(first)] * len(first)
         self.gate_up_projs = experts_of(weights, both, rows, hidden)
         self.down_projs = experts_of(weights, last, [hidden], intermediate)
         self.biases = (
@@ -248,13 +272,7 @@ class MoE(nn.Module):
         return outside(logits).choose(logits, self.top_k, self.normalize)
 
 
-class Layer(nn.Module):
-    """What a decoder expects of its layers."""
-
-    self_attn: Mixer
-
-
-class Block(Layer):
+class Block(nn.Module):
     """One decoder layer: attention and MLP, each between norms and around a residual.
 
     Adding to the residual stream x is left to the next norm, which takes what is to be added.
@@ -266,17 +284,18 @@ class Block(Layer):
         mlp: nn.Module, norms: Norms, kind: NormKind, multiplier: float,
     ):  # fmt: skip
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size, eps = config.hidden_size, norm_eps(config)
         self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp = (
             RMSNorm(weights, f"{name}.{norm}", size, eps, kind) if norm else None for norm in norms
         )
         self.self_attn, self.mlp, self.multiplier = attention, mlp, multiplier
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rope: Rope, cache: LayerCache, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        y, x = self._before(self.attention_norm, x, delta, wanted_by(self.self_attn.qkv_proj))
-        y = self._after(self.after_attention, self.self_attn(y, rope, cache, batch))
+        self, x: Tensor, delta: Tensor | None, rope: Rope, states: Iterator[LayerState],
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, x = self._before(self.attention_norm, x, delta, wanted_by(self.self_attn.in_proj))
+        y = self._after(self.after_attention, self.self_attn(y, rope, next(states), batch))
         first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
         y, x = self._before(self.mlp_norm, x, y, wanted_by(first))
         return x, self._after(self.after_mlp, self.mlp(y))
@@ -298,18 +317,22 @@ class Block(Layer):
 class Decoder(nn.Module):
     """A decoder-only language model. A subclass says what is its own: `attention` or `block`.
 
-    length: positions that it is prepared for. prefix: of its tensors' names. mlp_name: of what lies
-    behind attention. norms: of each block. exact_answers: whether layers with activations of int8
-    round those of answers to 16 bits.
+    length: positions that it is prepared for. memories: what its layers remember, in the order in
+    which they run. prefix: of its tensors' names. mlp_name: of what lies behind attention.
+    words_name, norm_name: of the embeddings and the last norm. norms: of each block. exact_answers:
+    whether layers with activations of int8 round those of answers to 16 bits.
     """
 
     exact_answers = False
 
     prefix: ClassVar[str] = "model"
     mlp_name: ClassVar[str] = "mlp"
+    words_name: ClassVar[str] = "embed_tokens"
+    norm_name: ClassVar[str] = "norm"
     norms: ClassVar[Norms] = Norms()
     norm_kind: ClassVar[NormKind] = PLAIN
     adapters: Adapters | None = None
+    memories: Sequence[Memory]
 
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         super().__init__()
@@ -319,24 +342,29 @@ class Decoder(nn.Module):
             raise InvalidInput("config.json: num_hidden_layers is 0; a model has at least 1")
         self.ropes = self.rope_of_layers(length, weights.device)
         self.words = weights.embedding(
-            f"{self.prefix}.embed_tokens", (vocabulary, self.embedding_size)
+            f"{self.prefix}.{self.words_name}", (vocabulary, self.embedding_size)
         )
         blocks = [self.block(weights, f"{self.prefix}.layers.{i}", i) for i in range(layers)]
         self.layers = nn.ModuleList(blocks)
         for block, rope in zip(blocks, self.ropes, strict=True):
-            block.self_attn.arrange(rope.order)
-        self.kv_scales = [block.self_attn.scales for block in blocks]
+            for mixer in mixers_of(block):
+                mixer.arrange(rope.order)
+        self.memories = [mixer.memory for mixer in mixers_of(self.layers)]
         self.norm = self.last_norm(weights)
         self.lm_head = weights.head("lm_head", self.words, config.tie_word_embeddings)
 
-    def block(self, weights: Weights, name: str, index: int) -> Layer:
+    def block(self, weights: Weights, name: str, index: int) -> nn.Module:
         """The layer `index`."""
-        attention = self.attention(weights, f"{name}.self_attn", index)
+        mixer = self.mixer(weights, name, index)
         mlp = self.mlp(weights, f"{name}.{self.mlp_name}", index)
         return Block(
-            weights, name, self.config, attention, mlp, self.norms, self.norm_kind,
+            weights, name, self.config, mixer, mlp, self.norms, self.norm_kind,
             self.residual_multiplier,
         )  # fmt: skip
+
+    def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        """What looks at other tokens in the layer `index`, whose name is given."""
+        return self.attention(weights, f"{name}.self_attn", index)
 
     def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         raise NotImplementedError(f"{type(self).__name__}.attention")
@@ -347,7 +375,7 @@ class Decoder(nn.Module):
     def last_norm(self, weights: Weights) -> nn.Module:
         c = self.config
         return RMSNorm(
-            weights, f"{self.prefix}.norm", c.hidden_size, c.rms_norm_eps, self.norm_kind
+            weights, f"{self.prefix}.{self.norm_name}", c.hidden_size, norm_eps(c), self.norm_kind
         )
 
     @property
@@ -378,13 +406,14 @@ class Decoder(nn.Module):
             return [ropes[kind] for kind in kinds]
         return [Rope(self.config, length, device)] * self.config.num_hidden_layers
 
-    def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
-        """Tokens (T,) -> hidden states (T, hidden); their K and V go into the caches."""
+    def forward(self, tokens: Tensor, states: Sequence[LayerState], batch: Batch) -> Tensor:
+        """Tokens (T,) -> hidden states (T, hidden); what layers remember goes into the states."""
         x, delta = self.words(tokens), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):
-            x, delta = layer(x, delta, rope, cache, batch)
+        given = iter(states)
+        for layer, rope in zip(self.layers, self.ropes, strict=True):
+            x, delta = layer(x, delta, rope, given, batch)
         return self.norm(x, delta)[0]
 
     @property
@@ -396,18 +425,23 @@ class Decoder(nn.Module):
         )
 
     @property
-    def cache_shape(self) -> tuple[int, int]:
-        """Heads of K and V in the cache, and their dimension."""
-        return self.config.num_key_value_heads, head_dim(self.config)
+    def heads(self) -> list[Heads]:
+        """K and V that the model remembers, one for each attention."""
+        return [m for m in self.memories if isinstance(m, Heads)]
 
     @property
-    def cache_shapes(self) -> list[tuple[int, int]]:
-        """`cache_shape` of every layer."""
-        return [self.cache_shape] * len(self.kv_scales)
+    def recurrent(self) -> bool:
+        """Whether layers keep states, which tokens change for good."""
+        return len(self.heads) < len(self.memories)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""
         return self.lm_head(hidden)
+
+
+def mixers_of(module: nn.Module) -> list[Mixer]:
+    """What looks at other tokens in a module, in the order in which it runs."""
+    return [m for m in module.modules() if isinstance(m, Mixer)]
 
 
 def norm_weight(weights: Weights, name: str, size: int, kind: NormKind) -> Tensor:
@@ -416,10 +450,19 @@ def norm_weight(weights: Weights, name: str, size: int, kind: NormKind) -> Tenso
     return weight.float() + kind.offset if kind.wide else weight + kind.offset
 
 
+def norm_eps(config: PretrainedConfig) -> float:
+    """The epsilon of norms."""
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")  # of its class, not others'
+    return float(getattr(config, next(name for name in names if hasattr(type(config), name))))
+
+
 def activation_of(config: PretrainedConfig) -> str:
     """The name of an MLP's activation function."""
-    keys = ("hidden_act", "hidden_activation", "activation_function")  # of its class, not others'
+    # Of its class, not others'.
+    keys = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
     own = [key for key in keys if hasattr(type(config), key)]
+    if not own:  # LFM2 has no choice
+        return "silu"
     name = next((found for key in own if (found := getattr(config, key))), None)
     if name not in ACT2FN:
         raise UnknownModel(f"hidden_act={name!r} is unknown; known: {', '.join(ACT2FN)}")

@@ -1,6 +1,7 @@
 """Llama 1 to 3, and everything built like it."""
 
 import torch
+from torch import nn
 
 from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer
 from anybit.engine.models.rope import Rope
@@ -18,7 +19,7 @@ class Llama(Decoder):
         bias, output, _ = self.biases
         return Attention(weights, name, self.config, bias, output_bias=output)
 
-    def mlp(self, weights: Weights, name: str, index: int) -> MLP:
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
         c = self.config
         return MLP(weights, name, c, c.intermediate_size, bias=self.biases[2])
 

@@ -1,17 +1,19 @@
 """OPT: learned positions, LayerNorms, and an MLP without a gate."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from anybit.engine.models.layers import Attention, Decoder, Layer, activation_of
-from anybit.engine.models.rope import NoRope, Rope, head_dim
+from anybit.engine.models.layers import Attention, Decoder, activation_of
+from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch
-from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.state import LayerState
 
 FIRST = 2  # row of the first position's embedding
 
@@ -29,7 +31,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias)
 
 
-class OPTBlock(Layer):
+class OPTBlock(nn.Module):
     """One decoder layer; norms come before attention and MLP, or after the sums with them."""
 
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
@@ -46,9 +48,9 @@ class OPTBlock(Layer):
         self.fc1 = weights.linear([f"{name}.fc1"], [c.ffn_dim], c.hidden_size, bias)
         self.fc2 = weights.linear([f"{name}.fc2"], [c.hidden_size], c.ffn_dim, bias)
 
-    def forward(self, x: Tensor, rope: Rope, cache: LayerCache, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, state: LayerState, batch: Batch) -> Tensor:
         y = self.attention_norm(x) if self.first else x
-        x = x + self.self_attn(y, rope, cache, batch)
+        x = x + self.self_attn(y, rope, state, batch)
         x = x if self.first else self.attention_norm(x)
         y = self.mlp_norm(x) if self.first else x
         x = x + self.fc2(ACT2FN[self.act](self.fc1(y)))
@@ -83,19 +85,15 @@ class OPT(Decoder):
         return LayerNorm(weights, f"{self.prefix}.final_layer_norm", c)
 
     @property
-    def cache_shape(self) -> tuple[int, int]:
-        return self.config.num_attention_heads, head_dim(self.config)
-
-    @property
     def embedding_size(self) -> int:
         return int(self.config.word_embed_proj_dim)
 
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         return [NoRope(self.config, length, device)] * self.config.num_hidden_layers
 
-    def forward(self, tokens: Tensor, caches: list[LayerCache], batch: Batch) -> Tensor:
+    def forward(self, tokens: Tensor, states: Sequence[LayerState], batch: Batch) -> Tensor:
         x = self.project_in(self.words(tokens))
         x = x + F.embedding(batch.positions + FIRST, self.positions)
-        for layer, rope, cache in zip(self.layers, self.ropes, caches, strict=True):
-            x = layer(x, rope, cache, batch)
+        for layer, rope, state in zip(self.layers, self.ropes, states, strict=True):
+            x = layer(x, rope, state, batch)
         return self.project_out(self.norm(x))

@@ -1,5 +1,7 @@
 """The paged KV cache of a layer."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,21 @@ from anybit.errors import Unsupported
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.between import TORCH, of
 from anybit.kernels.kv.format import KvFormat, Numbers, zeros
+from anybit.kernels.state import Room
+
+
+class Heads(NamedTuple):
+    """K and V of every token. scales: static ones (kv_heads, dim) of both, if there are any."""
+
+    kv_heads: int
+    dim: int
+    scales: tuple[Tensor, Tensor] | None = None
+
+    def empty(self, room: Room) -> "LayerCache":
+        room.kv.check(self.dim)
+        return LayerCache.empty(
+            room.blocks, self.kv_heads, room.block_size, self.dim, room.kv, room.device, self.scales
+        )
 
 
 class LayerCache:
@@ -65,7 +82,7 @@ class LayerCache:
         (k, k_scale), (v, v_scale) = (parts(side, shape, device) for side in (format.k, format.v))
         cache = cls(format, k, v, k_scale, v_scale)
         if cache.side_by_side:
-            cache.v = v.view(blocks, heads, -1, block_size)
+            cache.v = v.view(blocks, heads, v.shape[3], block_size)
         return cache
 
     @property
