@@ -252,7 +252,8 @@ def cache_of(config: Any) -> int | None:
     elif not width and heads and getattr(text, "hidden_size", None):
         width = text.hidden_size // text.num_attention_heads
     kinds = getattr(text, "layer_types", None) or []
-    layers = getattr(text, "num_hidden_layers", 0) - sum("attention" not in kind for kind in kinds)
+    others = [kind for kind in kinds if "attention" not in kind or kind == "linear_attention"]
+    layers = getattr(text, "num_hidden_layers", 0) - len(others)
     return 2 * 2 * layers * heads * width if layers and heads and width else None
 
 

@@ -55,6 +55,16 @@ MODELS = {
     "Phi3ForCausalLM": "phi3.Phi3",
     "SeedOssForCausalLM": "llama.SeedOss",
     "SmolLM3ForCausalLM": "smollm3.SmolLM3",
+    "BambaForCausalLM": "mamba.Bamba",
+    "FalconH1ForCausalLM": "mamba.FalconH1",
+    "GraniteMoeHybridForCausalLM": "mamba.GraniteHybrid",
+    "JambaForCausalLM": "mamba.Jamba",
+    "Lfm2ForCausalLM": "lfm2.Lfm2",
+    "Lfm2MoeForCausalLM": "lfm2.Lfm2Moe",
+    "Mamba2ForCausalLM": "mamba.PureMamba2",
+    "NemotronHForCausalLM": "mamba.NemotronH",
+    "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
+    "Qwen3_5ForCausalLM": "qwen3_next.Qwen3_5",
 }
 
 
@@ -158,17 +168,22 @@ def build(
     kind: type[Decoder], config: PretrainedConfig, weights: Weights, length: int | None
 ) -> Decoder:
     """A model from any source of weights."""
-    return kind(config, weights, length or config.max_position_embeddings).eval()
+    return kind(config, weights, length or positions(config)).eval()
+
+
+def positions(config: PretrainedConfig) -> int:
+    """Tokens of the longest text, unless the user says more."""
+    return fallback.longest(config) or fallback.UNLIMITED
 
 
 def check_length(config: PretrainedConfig, length: int | None) -> None:
     """InvalidInput for texts longer than config.json says the model's positions are good for."""
     factors = [parameters.get("factor") for parameters in rope_parameters(config)]
     stretched = max([1, *(factor for factor in factors if isinstance(factor, int | float))])
-    positions = config.max_position_embeddings
-    if length is not None and not 1 <= length <= stretched * positions:
+    most = fallback.longest(config) or math.inf  # a recurrence alone counts no positions
+    if length is not None and not 1 <= length <= stretched * most:
         raise InvalidInput(
-            f"length={length}, and the model has {positions} positions; ask for fewer, or give "
+            f"length={length}, and the model has {most} positions; ask for fewer, or give "
             "config.json rope_parameters that stretch them"
         )
 

@@ -75,5 +75,9 @@ def step_bytes(config: Any, tokens: int, rows: int) -> int:
     # Of an expert, where experts have no key of their own; OPT has another name.
     inner = size("intermediate_size") or size("ffn_dim")
     inner = max(inner, each * own) if own else each * inner
+    # Of a recurrence, some of whose activations are in fp32.
+    expand = max(size("expand"), size("mamba_expand"))
+    recurrent = size("linear_num_value_heads") * size("linear_value_head_dim")
+    inner = max(inner, 6 * expand * hidden, 6 * recurrent)
     inside = tokens * (4 * each * hidden + 4 * inner) * 2
     return inside + 2 * rows * size("vocab_size") * 4 + 2 * inner * hidden * 2

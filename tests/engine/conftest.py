@@ -1,5 +1,6 @@
 """Tiny random models of every architecture that the engine knows, as checkpoints on disk."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,16 @@ LATENT |= {"first_k_dense_replace": 1, "num_key_value_heads": 4, "routed_scaling
 OPT = {"ffn_dim": 96, "pad_token_id": 3}
 GEMMA = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
 GEMMA |= {"query_pre_attn_scalar": 9}
+
+MAMBA: dict[str, Any] = {"mamba_chunk_size": 8}
+MAMBA |= {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+FALCON: dict[str, Any] = {"mamba_d_ssm": 128}
+FALCON |= {"head_dim": 16, "embedding_multiplier": 3.0, "key_multiplier": 0.6}
+FALCON |= {"mlp_multipliers": [0.8, 0.7], "attention_in_multiplier": 1.2, "ssm_in_multiplier": 0.9}
+FALCON |= {"attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.1, "lm_head_multiplier": 0.5}
+FALCON |= {"ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7]}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+DELTA |= {"linear_value_head_dim": 16, "head_dim": 16}
 
 # name: (model type, options). Windows are shorter than the texts, or they would do nothing.
 ARCHITECTURES = {
@@ -208,9 +219,127 @@ ARCHITECTURES = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 32,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        MOE
+        | {
+            "layer_types": ["full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1], "mamba_proj_bias": True}),
+    "falcon_h1": ("falcon_h1", MAMBA | FALCON),
+    "falcon_h1-norm": (
+        "falcon_h1",
+        MAMBA | FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_intermediate_size": 96,
+            "num_local_experts": 4,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.4,
+            "embedding_multiplier": 3.0,
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        MAMBA
+        | {
+            "layer_types": ["full_attention", "linear_attention"],
+            "shared_intermediate_size": 96,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 0,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 12,
+            "use_bias": True,
+            "chunk_size": 8,
+            "max_position_embeddings": None,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 20,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        MOE
+        | DELTA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}),
     "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.25}),
 }
+
+
+RECURRENT = (
+    "lfm2",
+    "lfm2_moe",
+    "bamba",
+    "falcon_h1",
+    "falcon_h1-norm",
+    "granitemoehybrid",
+    "jamba",
+    "mamba2",
+    "nemotron_h",
+    "qwen3_next",
+    "qwen3_5",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -243,6 +372,8 @@ def random_model(kind: str, options: dict) -> "PreTrainedModel":
     torch.manual_seed(0)
     if not hasattr(AutoConfig.for_model(kind), "swiglu_limit"):  # older versions of transformers
         options = {name: value for name, value in options.items() if name != "swiglu_limit"}
+    if kind in ("bamba", "granitemoehybrid", "mamba2") and not norms_groups():
+        options = options | {"mamba_n_groups": 1, "n_groups": 1}
     config = AutoConfig.for_model(kind, **(SMALL | options))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # the usual 0.02 gives nearly equal logits, whatever the text
@@ -254,9 +385,16 @@ def random_model(kind: str, options: dict) -> "PreTrainedModel":
             else:
                 parameter.normal_(std=0.15)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3)
     return model
+
+
+def norms_groups() -> bool:
+    """Whether Mamba 2's groups of heads have a norm each, as they had where models were trained."""
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+
+    return "group_size" in inspect.signature(MambaRMSNormGated.__init__).parameters
 
 
 def reference(model: "PreTrainedModel", prompt: list[int], count: int) -> list[int]:

@@ -22,7 +22,7 @@ from anybit.engine.fallback import Generator
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
-from tests.engine.conftest import MOE, PICO, prompts, random_model, reference
+from tests.engine.conftest import DELTA, PICO, prompts, random_model, reference
 
 pytest.importorskip("uvicorn")
 from tests.serve.conftest import held, serving, wait_for
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 KINDS = {
     "bloom": {"n_head": 4, "n_layer": 2},
     "mamba": {"state_size": 8},
-    "qwen3_next": MOE | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
+    "olmo_hybrid": DELTA | {"layer_types": ["linear_attention", "full_attention"]},
 }
 
 
@@ -160,11 +160,11 @@ def test_what_the_fallback_cannot_do_is_refused(
     with pytest.raises(ValueError, match="leave out kv_bytes"):
         LLM(make("bloom"), kv_bytes=1 << 20)
     with pytest.raises(ValueError, match="length=257, and the model has 256 positions"):
-        LLM(make("qwen3_next"), length=257)
+        LLM(make("olmo_hybrid"), length=257)
     with pytest.raises(ValueError, match="they must fit into 256"):
         LLM(make("bloom")).generate([[5] * 256], GREEDY)
     with pytest.raises(ValueError, match="leave out kv_cache='int8'"):
-        LLM(make("qwen3_next"), kv_cache="int8")
+        LLM(make("olmo_hybrid"), kv_cache="int8")
     small = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
     BertModel(small).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="BertModel does not write text from text"):

@@ -16,7 +16,7 @@ from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Multiplier
-from tests.engine.conftest import ARCHITECTURES, PICO, prompts, random_model, reference
+from tests.engine.conftest import ARCHITECTURES, PICO, RECURRENT, prompts, random_model, reference
 from tests.specs import NAMES, columns_of_a_group
 
 Checkpoint = Callable[[str], Path]
@@ -54,6 +54,7 @@ QUANTIZED = (
     "deepseek_v3",
     "gpt_oss",
     "glm4_moe",
+    *RECURRENT,
 )
 
 
@@ -138,7 +139,7 @@ def test_int8_kv_cache_stays_close(checkpoint: Checkpoint, tmp_path: Path, table
     exact = LLM(directory, kv_cache="model").generate(prompts(4), params)
     llm = LLM(directory, kv_cache="int8")
     assert llm.kv_cache == "int8"
-    assert llm.engine.runner.caches[0].format.static == (tables == "static")
+    assert llm.engine.runner.states[0].format.static == (tables == "static")
     for a, b in zip(exact, llm.generate(prompts(4), params), strict=True):
         (x,), (y,) = a.completions[0].logprobs, b.completions[0].logprobs
         others = dict(y.top)

@@ -22,9 +22,13 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Part, Weights
 
 # What transformers reads without an effect on logits: names and dtypes, kinds of outputs, training
-# (dropout, losses of routers), how it runs a model, and what other fields say again.
+# (dropout, losses of routers, first time steps), how it runs a model (chunks of recurrences, the
+# dtype of residuals), and what other fields say again.
 IDLE = {
     "_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path",
+    "chunk_size", "mamba_chunk_size", "num_logits_to_keep", "residual_in_fp32", "time_step_floor",
+    "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels",
+    "use_associative_scan", "use_mambapy", "z_loss_coefficient",
     "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan",
     "_output_attentions", "architectures", "attention_dropout", "attn_implementation", "auto_map",
     "bos_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id", "experts_implementation",
@@ -108,7 +112,7 @@ def read_by_ours(kind: type[Decoder], config: Any) -> set[str]:
         model = kind(noting(config, seen), Shapes(), 1)
         model.logits(torch.empty(1, model.embedding_size, dtype=torch.bfloat16, device="meta"))
         model.embedding_scale  # noqa: B018  the forward pass reads it
-    return seen | {"max_position_embeddings"}  # so does who asks for a length
+    return seen
 
 
 def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
@@ -118,12 +122,14 @@ def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
     """
     seen, kept = set[str](), set[str]()
     kind: Any = type(model)
+    config: Any = model.config
     try:
-        DynamicCache(config=noting(model.config, kept))
+        DynamicCache(config=noting(config, kept))
+        cache = DynamicCache(config=config)
         with torch.device("meta"), torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `past_key_values` is `cache` in new releases
             again = kind._from_config(noting(model.config, seen), dtype=torch.bfloat16).eval()
-            again(torch.zeros(1, TOKENS, dtype=torch.long), past_key_values=DynamicCache())
+            again(torch.zeros(1, TOKENS, dtype=torch.long), past_key_values=cache)
     except Exception:  # it waits for numbers, which there are none of
         source = inspect.getsource(sys.modules[kind.__module__]) + inspect.getsource(masking_utils)
         words = set(re.findall(r"(?<=config\.)\w+|(?<=[\"'])\w+(?=[\"'])", source))
@@ -157,7 +163,7 @@ def check_fields(kind: type[Decoder], model: Any, name: object) -> None:
     ours = read_by_ours(kind, config)
     # Not for such a model, says its class: those have a meaning that ours may take for another.
     alien = {f for f in differ.keys() & ours if f not in declared and "." not in f}
-    left = differ.keys() - ours
+    left = differ.keys() - ours - {"max_position_embeddings"}  # which who asks for a length reads
     if left | alien:
         seen, kept = read_by_theirs(model)
         left, alien = left & (seen | kept), alien - seen

@@ -1,0 +1,48 @@
+"""Qwen3-Next and Qwen3.5: the gated delta rule in most layers, gated attention in the others."""
+
+import torch
+from torch import nn
+
+from anybit.engine.models import UnknownModel
+from anybit.engine.models.layers import Attention, Decoder, Mixer, NormKind, norm_eps
+from anybit.engine.models.qwen_moe import SharedMoE, is_sparse
+from anybit.engine.models.recurrent import DeltaSizes, GatedDelta
+from anybit.engine.models.rope import Rope
+from anybit.engine.weights import Weights
+
+
+class Qwen3_5(Decoder):
+    norm_kind = NormKind(wide=True, offset=1.0)
+    together = False  # whether projections of the delta rule are
+
+    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
+        for images in ("mrope_section", "mrope_interleaved"):  # all axes of text are one
+            self.config.rope_parameters.get(images)
+        return [Rope(self.config, length, device, partial=True)] * self.config.num_hidden_layers
+
+    def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
+        c, kind = self.config, self.config.layer_types[index]
+        if kind == "full_attention":
+            bias = bool(c.attention_bias)
+            return Attention(
+                weights, f"{name}.self_attn", c, bias, output_bias=bias, qk_norm=True,
+                norm=self.norm_kind, gated=True,
+            )  # fmt: skip
+        if kind != "linear_attention":
+            raise UnknownModel(f"layer type {kind!r} is unknown")
+        sizes = DeltaSizes(
+            c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
+            c.linear_value_head_dim, c.linear_conv_kernel_dim,
+        )  # fmt: skip
+        return GatedDelta(
+            weights, f"{name}.linear_attn", c, sizes, c.hidden_act, norm_eps(c), self.together
+        )
+
+
+class Qwen3Next(Qwen3_5):
+    together = True
+
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
+        if is_sparse(self.config, index):
+            return SharedMoE(weights, name, self.config)
+        return super().mlp(weights, name, index)

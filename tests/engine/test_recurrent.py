@@ -1,0 +1,275 @@
+"""Layers that keep states of texts: whatever shares their steps, texts stay what they are alone."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from anybit.engine.llm import LLM
+from anybit.engine.model_runner import ModelRunner, state_bytes
+from anybit.engine.sequence import SamplingParams
+from anybit.errors import InvalidInput, Unsupported
+from anybit.kernels.scans import CHUNK, convolved, delta_rule, selective, state_space
+from anybit.kernels.state import Room, RowStates
+from tests.engine.conftest import RECURRENT, prompts, reference
+from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
+from tests.engine.test_models import edit
+
+Checkpoint = Callable[[str], Path]
+GREEDY = SamplingParams(max_tokens=9, temperature=0)
+MIXED = ("lfm2", "falcon_h1", "jamba", "mamba2", "qwen3_5")  # each kind of state
+
+
+def assert_nothing_is_held(llm: LLM) -> None:
+    assert_no_block_is_held(llm.engine)
+    runner, blocks = llm.engine.runner, llm.engine.scheduler.blocks
+    assert isinstance(runner, ModelRunner)
+    rows = {len(s.states[0]) for s in runner.states if isinstance(s, RowStates)}
+    assert rows == {len(blocks.rows) + 1}
+    assert sorted(blocks.rows) == list(range(1, *rows))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_together_equals_one_by_one(checkpoint: Checkpoint, name: str) -> None:
+    """In chunks, after preemptions, and with steps that start before the last one's tokens."""
+    llm = LLM(checkpoint(name))
+    many, params = prompts(15), mixed_params(15)
+    alone = [llm.generate(*each)[0] for each in zip(many, params, strict=True)]
+    options = [{}, {"max_tokens": 7, "block_size": 4}, {"max_running": 3}, {"deterministic": True}]
+    for option in options:
+        for overlaps in (False, True):
+            llm = LLM(checkpoint(name), **option)
+            llm.engine.runner.overlaps = overlaps
+            assert_same(llm.generate(many, params), alone)
+            assert_nothing_is_held(llm)
+    llm = LLM(checkpoint(name), block_size=4, length=80)
+    blocks = llm.engine.scheduler.blocks
+    for block in list(blocks.free)[30:]:  # as if others held them
+        del blocks.free[block]
+    assert_same(llm.generate(many, params), alone)
+    assert llm.engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_aborts_leave_no_row(checkpoint: Checkpoint, name: str) -> None:
+    """A row is taken by another text at once, which must not see what it holds."""
+    llm = LLM(checkpoint(name), max_running=4, block_size=2)
+    want = {tuple(p): llm.generate(p, GREEDY)[0].tokens for p in prompts(8)}
+    engine, rng, got = llm.engine, random.Random(0), dict[str, list[int]]()
+    names = {str(i): rng.choice(prompts(8)) for i in range(60)}
+    for request, prompt in names.items():
+        engine.add(request, prompt, GREEDY)
+    while engine.busy:
+        for delta in engine.step():
+            got.setdefault(delta.request, []).extend(delta.tokens)
+        if engine.requests and rng.random() < 0.3:
+            victim = rng.choice(list(engine.requests))
+            engine.abort(victim)
+            got.pop(victim, None)
+            names.pop(victim)
+    assert len(names) > 10
+    for request, prompt in names.items():
+        assert got[request] == want[tuple(prompt)]
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_fails_after_it_has_changed_states(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, overlaps: bool
+) -> None:
+    llm = LLM(checkpoint(name), max_tokens=8)
+    params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=1, embed=True)
+    many = prompts(4)
+    want = llm.generate(many, params)
+    llm.engine.runner.overlaps = overlaps
+    run = llm.engine.runner.launch
+
+    def fail(scheduled: list, previous: object) -> object:
+        flight = run(scheduled, previous)
+        if len(scheduled) > 1:
+            raise RuntimeError("out of luck")
+        return flight
+
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
+    for a, b in zip(llm.generate(many, params), want, strict=True):
+        (a,), (b,) = a.completions, b.completions
+        assert (a.tokens, a.finish) == (b.tokens, b.finish)
+        assert a.embedding == pytest.approx(b.embedding, abs=1e-4)
+        values = [[p and p.logprob for p in c.prompt_logprobs][1:] for c in (a, b)]
+        assert values[0] == pytest.approx(values[1], abs=1e-3)
+    assert_nothing_is_held(llm)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_16_bits_stay_close(checkpoint: Checkpoint, name: str) -> None:
+    """Log probabilities of a prompt in two chunks, and of what follows in single tokens."""
+    prompt = prompts(1, longest=60)[0] + [5] * CHUNK
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32)
+    want = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    want = want.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    llm = LLM(checkpoint(name), dtype="bfloat16", max_tokens=50)
+    params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=0, ignore_eos=True)
+    (output,) = llm.generate([prompt], params)
+    found = output.completions[0].prompt_logprobs
+    assert found is not None
+    got = torch.tensor([p.logprob for p in found[1:] if p is not None])
+    assert (got - want).abs().median() < 0.1 * want.std()
+    assert output.completions[0].finish == "length"
+
+
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "falcon_h1", "mamba2", "qwen3_5"])
+def test_steps_of_single_tokens_are_recorded(checkpoint: Checkpoint, name: str) -> None:
+    """What is captured runs once before that, and must not advance a state twice."""
+    llm = LLM(checkpoint(name))
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    llm.generate(prompts(3), GREEDY)
+    assert graphs.captures > 0
+    assert not any(graph.refused for graph, _ in graphs.graphs.values())
+    plain = LLM(checkpoint(name))
+    plain.engine.runner.graphs = None
+    assert_same(llm.generate(prompts(3), GREEDY), plain.generate(prompts(3), GREEDY))
+
+
+def test_memory_is_counted_by_rows_and_blocks(checkpoint: Checkpoint) -> None:
+    llm = LLM(checkpoint("falcon_h1"), kv_bytes=1 << 20, block_size=4)
+    runner, blocks = llm.engine.runner, llm.engine.scheduler.blocks
+    model, kv = runner.model, runner.states[1].format
+    none = Room(0, 4, 0, kv, runner.device)
+    row, block = (state_bytes(model, r) for r in (none._replace(rows=1), none._replace(blocks=1)))
+    # Two layers: 8 heads of 16 channels with 12 states, 3 inputs of 176 channels; K and V.
+    assert row == 2 * 4 * (8 * 16 * 12 + 3 * (8 * 16 + 2 * 2 * 12))
+    assert block == 2 * 4 * 2 * 4 * 2 * 16
+    held = sum(state.nbytes for state in runner.states)
+    assert held == (len(blocks.rows) + 1) * row + blocks.count * block
+    assert (1 << 20) - row - block < held <= 1 << 20
+    assert llm.engine.scheduler.max_running == len(blocks.rows) == (1 << 19) // row - 1
+    whole = LLM(checkpoint("mamba2"), max_running=5)  # as many as are asked for, and no K and V
+    assert len(whole.engine.scheduler.blocks.rows) == 5
+    free = LLM(checkpoint("mamba2"))
+    assert_same(whole.generate(prompts(9), GREEDY), free.generate(prompts(9), GREEDY))
+
+
+def test_a_cache_format_holds_k_and_v_alone(checkpoint: Checkpoint) -> None:
+    llm = LLM(checkpoint("qwen3_5"), kv_cache="int8")
+    rows, cache = llm.engine.runner.states
+    assert {state.dtype for state in rows.states} == {torch.float32}
+    assert cache.k.dtype == torch.int8
+    outputs = llm.generate(prompts(3), GREEDY)
+    assert all(len(output.tokens) == 9 for output in outputs)
+
+
+def test_a_text_longer_than_any_limit_of_the_model(checkpoint: Checkpoint) -> None:
+    """A recurrence counts no positions."""
+    llm = LLM(checkpoint("mamba2"), length=600)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("mamba2"))
+    prompt = prompts(1)[0] * 30
+    (output,) = llm.generate([prompt[:550]], GREEDY)
+    assert output.tokens == reference(model, prompt[:550], 9)
+
+
+def test_bad_input_is_refused_before_memory_is_taken(checkpoint: Checkpoint) -> None:
+    for draft in ("ngram", "auto", checkpoint("lfm2")):
+        with pytest.raises(InvalidInput, match=r"keep states.* leave out draft"):
+            LLM(checkpoint("lfm2"), draft=draft)
+    with pytest.raises(InvalidInput, match=r"its layers keep states.* give another model"):
+        LLM(checkpoint("llama"), draft=checkpoint("lfm2"))
+    with pytest.raises(InvalidInput, match="kv_cache='int8': no layer of this model has K and V"):
+        LLM(checkpoint("mamba2"), kv_cache="int8")
+    with pytest.raises(InvalidInput, match=r"holds 0 texts' states.* raise kv_bytes"):
+        LLM(checkpoint("falcon_h1"), kv_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "said"),
+    [
+        ("mamba2", "n_groups", 3, "8 heads of Mamba in 3 groups"),
+        ("mamba2", "state_size", 11, r"conv1d.bias: config.json asks for floats of shape \(172,\)"),
+        ("lfm2", "conv_L_cache", 0, "a convolution of 0 tokens"),
+        (
+            "lfm2",
+            "conv_L_cache",
+            5,
+            r"conv.weight: config.json asks for floats of shape \(64, 1, 5\)",
+        ),
+        ("qwen3_5", "linear_num_value_heads", 5, "5 heads of V for 2 of K"),
+    ],
+)
+def test_states_that_contradict_the_configuration(
+    checkpoint: Checkpoint, tmp_path: Path, name: str, field: str, value: int, said: str
+) -> None:
+    directory = edit(checkpoint(name), tmp_path, **{field: value})
+    with pytest.raises((InvalidInput, Unsupported), match=said):
+        LLM(directory)
+
+
+def cut(size: int, rng: random.Random) -> list[int]:
+    """Lengths that sum up to a size, some of them 1."""
+    out = []
+    while size:
+        out.append(min(size, rng.choice([1, 1, 2, 3, CHUNK, CHUNK + 5])))
+        size -= out[-1]
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
+def test_scans_are_recurrences_however_they_are_cut(size: int) -> None:
+    rng, made = random.Random(size), torch.Generator().manual_seed(size)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    x, dt, b, c = normal(2, size, 3, 2, 5), normal(2, size, 3, 2).exp(), *normal(2, 2, size, 3, 4)
+    a, state = -normal(3, 2).exp(), normal(2, 3, 2, 5, 4)
+    h, want = state, []
+    for t in range(size):
+        h = h * (dt[:, t] * a).exp()[..., None, None]
+        h = h + (dt[:, t, ..., None] * x[:, t])[..., None] * b[:, t, :, None, None]
+        want.append((h * c[:, t, :, None, None]).sum(-1))
+    got, parts = [], cut(size, rng)
+    for each in zip(*(t.split(parts, 1) for t in (x, dt, b, c)), strict=True):
+        out, state = state_space(state, each[0], each[1], a, each[2], each[3])
+        got.append(out)
+    torch.testing.assert_close(torch.cat(got, 1), torch.stack(want, 1))
+    torch.testing.assert_close(state, h)
+
+    x, dt, b, c = *normal(2, 2, size, 5), *normal(2, 2, size, 3)
+    dt, a, h = dt.exp(), -normal(5, 3).exp(), normal(2, 5, 3)
+    state, want, got = h, [], []
+    for t in range(size):
+        h = h * (dt[:, t, :, None] * a).exp() + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
+        want.append((h * c[:, t, None]).sum(-1))
+    for each in zip(*(t.split(parts, 1) for t in (x, dt, b, c)), strict=True):
+        out, state = selective(state, each[0], each[1], a, each[2], each[3])
+        got.append(out)
+    torch.testing.assert_close(torch.cat(got, 1), torch.stack(want, 1))
+    torch.testing.assert_close(state, h)
+
+    q, k = normal(2, 2, 3, size, 4) / 2
+    v, decay, beta = normal(2, 3, size, 5), -normal(2, 3, size).exp(), normal(2, 3, size).sigmoid()
+    s = state = normal(2, 3, 4, 5)
+    want, got = [], []
+    for t in range(size):
+        s = s * decay[:, :, t, None, None].exp()
+        off = v[:, :, t] - (s * k[:, :, t, :, None]).sum(2)
+        s = s + (beta[:, :, t, None] * k[:, :, t])[..., None] * off[:, :, None]
+        want.append((s * q[:, :, t, :, None]).sum(2))
+    for each in zip(*(t.split(parts, 2) for t in (q, k, v, decay, beta)), strict=True):
+        out, state = delta_rule(state, *each)
+        got.append(out)
+    torch.testing.assert_close(torch.cat(got, 2), torch.stack(want, 2))
+    torch.testing.assert_close(state, s)
+
+    x, weight, bias = normal(2, size, 6).float(), normal(6, 4).float(), normal(6).float()
+    window = torch.zeros(2, 3, 6)
+    padded, got = torch.cat([window, x], 1), []
+    for each in x.split(parts, 1):
+        out, window = convolved(window, each, weight, bias)
+        got.append(out)
+    want = [(padded[:, t : t + 4] * weight.T).sum(1) + bias for t in range(size)]
+    torch.testing.assert_close(torch.cat(got, 1), torch.stack(want, 1))
