@@ -89,28 +89,31 @@ class RowStates:
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states)
 
-    def advance(self, scan: Scan, x: Tensor, batch: Batch) -> Tensor:
+    def advance(self, scan: Scan, x: Tensor, batch: Batch, which: slice = slice(None)) -> Tensor:
         """Outputs (T, M) for inputs (T, N) of a step, each text's from its own states on.
 
-        The texts with one token run together; the others one after the other.
+        The texts with one token run together; the others one after the other. which: of the states
+        the scan takes.
         """
         out, n, stop = [], batch.decodes, batch.decodes
+        states = self.states[which]
         if n:
-            out.append(self._run(scan, x[:n, None], batch.rows[:n], batch.positions[:n])[:, 0])
+            rows, first = batch.rows[:n], batch.positions[:n]
+            out.append(advanced(states, scan, x[:n, None], rows, first)[:, 0])
         for i in range(n, len(batch.queries)):
             start, stop = stop, stop + batch.queries[i]
             first, row = batch.positions[start : start + 1], batch.rows[i : i + 1]
-            out.append(self._run(scan, x[None, start:stop], row, first)[0])
+            out.append(advanced(states, scan, x[None, start:stop], row, first)[0])
         return torch.cat(out)
 
-    def _run(self, scan: Scan, x: Tensor, rows: Tensor, first: Tensor) -> Tensor:
-        """Outputs (B, L, M) for texts in some rows, whose next tokens have positions `first`."""
-        going = first > 0
-        before = [
-            torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0)
-            for s in self.states
-        ]
-        out, after = scan(before, x)
-        for state, new in zip(self.states, after, strict=True):
-            state[rows] = new.to(state.dtype)
-        return out
+
+def advanced(states: list[Tensor], scan: Scan, x: Tensor, rows: Tensor, first: Tensor) -> Tensor:
+    """Outputs (B, L, M) of texts in some rows, whose next tokens have positions `first` (B,)."""
+    going = first > 0
+    before = [
+        torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0) for s in states
+    ]
+    out, after = scan(before, x)
+    for state, new in zip(states, after, strict=True):
+        state[rows] = new.to(state.dtype)
+    return out

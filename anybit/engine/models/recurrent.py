@@ -247,22 +247,25 @@ class Mamba1(Mixer):
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
     ) -> Tensor:
-        rest, gate = self.in_proj(x).chunk(2, 1)
-        out = state.advance(self.scan, rest, batch) * F.silu(gate.float())
-        return self.out_proj(out.to(gate.dtype))
-
-    def scan(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """From inputs of the convolution (B, L, inner) to outputs (B, L, inner) in fp32."""
-        x, window = self.conv(states[0], x)
-        x = self.act(x)
-        parts = self.x_proj(x.flatten(0, 1)).split(self.parts, 1)
+        mixed, gate = self.in_proj(x).chunk(2, 1)
+        mixed = self.act(state.advance(self.convolve, mixed, batch, slice(0, 1)))
+        parts = self.x_proj(mixed).split(self.parts, 1)
         step, b, c = (
             rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.norms, strict=True)
         )
-        dt, b, c = (t.float().view(*x.shape[:2], -1) for t in (self.dt_proj(step), b, c))
-        x = x.float()
-        out, state = selective(states[1], x, F.softplus(dt + self.dt_bias), self.a, b, c)
-        return out + x * self.d, [window, state]
+        given = torch.cat([t.float() for t in (mixed, self.dt_proj(step), b, c)], 1)
+        out = state.advance(self.scan, given, batch, slice(1, 2)) * F.silu(gate.float())
+        return self.out_proj(out.to(gate.dtype))
+
+    def convolve(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out, window = self.conv(states[0], x)
+        return out, [window]
+
+    def scan(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """From x, time steps, B and C (B, L, N) to outputs (B, L, inner), all in fp32."""
+        x, dt, b, c = x.split([self.inner, self.inner, *self.parts[1:]], 2)
+        out, state = selective(states[0], x, F.softplus(dt + self.dt_bias), self.a, b, c)
+        return out + x * self.d, [state]
 
 
 class DeltaSizes(NamedTuple):
