@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner, state_bytes
+from anybit.engine.models.hosted import Hosted
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.scans import CHUNK, convolved, delta_rule, selective, state_space
 from anybit.kernels.state import Room, RowStates
-from tests.engine.conftest import RECURRENT, prompts, reference
+from tests.engine.conftest import ARCHITECTURES, RECURRENT, prompts, random_model, reference
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
 from tests.engine.test_models import edit
 
@@ -206,6 +208,28 @@ def test_states_that_contradict_the_configuration(
     directory = edit(checkpoint(name), tmp_path, **{field: value})
     with pytest.raises((InvalidInput, Unsupported), match=said):
         LLM(directory)
+
+
+def test_new_weights_in_an_engine_with_states(checkpoint: Checkpoint) -> None:
+    weights = load_file(checkpoint("falcon_h1") / "model.safetensors")
+    llm = LLM(checkpoint("falcon_h1"), "int8")
+    want = llm.generate(prompts(5), GREEDY)
+    llm.load_weights((name, tensor * 1.1) for name, tensor in weights.items())
+    changed = llm.generate(prompts(5), GREEDY)
+    assert [output.tokens for output in changed] != [output.tokens for output in want]
+    llm.load_weights(weights.items())
+    assert_same(llm.generate(prompts(5), GREEDY), want)
+
+
+def test_a_convolution_of_single_tokens_keeps_no_state(tmp_path: Path) -> None:
+    """transformers' modules then run on the engine's cache."""
+    random_model("lfm2", ARCHITECTURES["lfm2"][1] | {"conv_L_cache": 1}).save_pretrained(tmp_path)
+    llm = LLM(tmp_path)
+    assert isinstance(llm.engine.runner, ModelRunner)
+    assert isinstance(llm.engine.runner.model, Hosted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    (output,) = llm.generate([[5, 6, 7]], GREEDY)
+    assert output.tokens == reference(model, [5, 6, 7], 9)
 
 
 def cut(size: int, rng: random.Random) -> list[int]:

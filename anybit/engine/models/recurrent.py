@@ -29,6 +29,8 @@ class Convolution(nn.Module):
         super().__init__()
         if size < 1:
             raise InvalidInput(f"config.json: a convolution of {size} tokens; it has at least 1")
+        if size == 1:
+            raise UnknownModel("a convolution of single tokens is unknown")
         self.weight = weights.tensor(f"{name}.weight", (channels, 1, size))[:, 0]
         self.bias = weights.tensor(f"{name}.bias", (channels,)) if bias else None
 
