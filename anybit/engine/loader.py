@@ -65,6 +65,7 @@ MODELS = {
     "NemotronHForCausalLM": "mamba.NemotronH",
     "Qwen3NextForCausalLM": "qwen3_next.Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_next.Qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_next.Qwen3_5Moe",
 }
 
 

@@ -321,6 +321,15 @@ ARCHITECTURES = {
             "mlp_only_layers": [0],
         },
     ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        MOE
+        | DELTA
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}),
     "glm": ("glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.25}),
@@ -339,6 +348,7 @@ RECURRENT = (
     "nemotron_h",
     "qwen3_next",
     "qwen3_5",
+    "qwen3_5_moe",
 )
 
 

@@ -46,3 +46,8 @@ class Qwen3Next(Qwen3_5):
         if is_sparse(self.config, index):
             return SharedMoE(weights, name, self.config)
         return super().mlp(weights, name, index)
+
+
+class Qwen3_5Moe(Qwen3_5):
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
+        return SharedMoE(weights, name, self.config, normalize=True)

@@ -9,11 +9,16 @@ from anybit.engine.weights import Weights
 
 
 class SharedMoE(nn.Module):
-    """A mixture of experts plus a shared expert behind a gate of its own."""
+    """A mixture of experts plus a shared expert behind a gate of its own.
 
-    def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
+    normalize: as in `MoE`; None: config.json says it.
+    """
+
+    def __init__(
+        self, weights: Weights, name: str, config: PretrainedConfig, normalize: bool | None = None
+    ):
         super().__init__()
-        self.experts = experts(weights, name, config)
+        self.experts = experts(weights, name, config, normalize)
         self.shared = MLP(
             weights, f"{name}.shared_expert", config, config.shared_expert_intermediate_size
         )
@@ -41,10 +46,13 @@ class Qwen3Moe(Qwen3):
         return super().mlp(weights, name, index)
 
 
-def experts(weights: Weights, name: str, config: PretrainedConfig) -> MoE:
+def experts(
+    weights: Weights, name: str, config: PretrainedConfig, normalize: bool | None = None
+) -> MoE:
     return MoE(
         weights, name, config, config.num_experts, config.num_experts_per_tok,
-        config.moe_intermediate_size, bool(config.norm_topk_prob),
+        config.moe_intermediate_size,
+        bool(config.norm_topk_prob) if normalize is None else normalize,
     )  # fmt: skip
 
 
