@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from anybit.quantizers.gptq import GPTQ
     from anybit.quantizers.hqq import HQQ
     from anybit.quantizers.pv_tuning import pv_tune
-    from anybit.quantizers.quantize import quantize_, quantize_tensor
+    from anybit.quantizers.quantize import fake_quantize_, quantize_, quantize_tensor
     from anybit.quantizers.rotate import Rotate
     from anybit.quantizers.rtn import RTN
     from anybit.quantizers.smooth import Smooth
@@ -51,6 +51,7 @@ PUBLIC = {
     "Structured": "engine.structured",
     "dequantize": "nn.linear",
     "dequantize_": "nn.model",
+    "fake_quantize_": "quantizers.quantize",
     "get_format": "core.format",
     "linear": "nn.linear",
     "load": "checkpoint.save_load",
@@ -66,8 +67,9 @@ PUBLIC = {
 __all__ = [
     "GPTQ", "HQQ", "LLM", "RTN", "Additive", "AnybitConfig", "Calibration", "Clip", "Entry",
     "Format", "Grid", "Packed", "QuantLinear", "Rotate", "SamplingParams", "Smooth", "Structured",
-    "__version__", "dequantize", "dequantize_", "get_format", "linear", "load", "pv_tune",
-    "quantize_", "quantize_tensor", "register", "register_backend", "rotate_", "save", "set_keep",
+    "__version__", "dequantize", "dequantize_", "fake_quantize_", "get_format", "linear", "load",
+    "pv_tune", "quantize_", "quantize_tensor", "register", "register_backend", "rotate_", "save",
+    "set_keep",
 ]  # fmt: skip
 
 

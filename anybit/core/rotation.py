@@ -91,6 +91,7 @@ def turned(x: Tensor) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)  # or gradients could not pass it later
 def hadamard(size: int) -> Tensor:
     """The normalized Hadamard matrix (size, size) fp32 of a power of two, in Sylvester's order."""
     h = torch.ones(1, 1, dtype=torch.float32, device="cpu")  # whatever the defaults are meanwhile

@@ -47,7 +47,7 @@ class Arrived(Weights):
         if own.ndim != 2:
             raise InvalidInput(f"{name}: a matrix is wanted, and shape {tuple(own.shape)} came")
         fmt.check(*own.shape)
-        self.held[name] = quantize_weight(RTN(), own.to(self.dtype), fmt)
+        self.held[name] = quantize_weight(RTN(), own, fmt)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         found = self._pop(name, shape)

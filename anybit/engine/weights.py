@@ -226,9 +226,9 @@ class Checkpoint(Weights):
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
         b = self.tensor(f"{name}.bias", shape[:1]) if bias else None
         if f"{name}.weight" in self.stored or self.formats is None:
-            weight = self.tensor(f"{name}.weight", shape)
             if name not in self.schemes:
-                return weight, b, None
+                return self.tensor(f"{name}.weight", shape), b, None
+            weight = self._read(f"{name}.weight", shape).to(self.device)  # in the dtype it has
             check_finite(weight, f"{self.directory}: {name}.weight")
             fmt, activation = parse_scheme(self.schemes[name])
             self.plan[name] = self.schemes[name]

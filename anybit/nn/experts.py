@@ -8,7 +8,7 @@ a checkpoint of either layout is read as the second one (`checkpoint.layout`).
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ FUSED = ("gate_up_proj", "down_proj")
 # Model types whose checkpoints have other names for what transformers calls `mlp` and the gate, up
 # and down projections.
 MIXTRALS = ("mixtral", "minimax", "minimax_m2")
+Layer = Callable[[Tensor], Tensor]
 MODEL_NAME, MIXTRAL_NAME = ".mlp.", ".block_sparse_moe."
 
 
@@ -48,6 +49,11 @@ class Layout(NamedTuple):
         ends = ("", "_bias") if self.biased else ("",)
         return [name + end for name in self.layers for end in ends]
 
+    @property
+    def order(self) -> list[str]:
+        """The layers of an expert in the order of computation."""
+        return [name for names in self.layers.values() for name in names]
+
     def cut(self, tensor: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Layers ("7.down_proj") and their parts of a tensor: weights (N, K) or biases (N,)."""
         names = self.layers[tensor.removesuffix("_bias")]
@@ -70,14 +76,8 @@ class Expert(nn.Module):
         self.names, self.act, self.gate, self.own = tuple(layers), act, gate, own
 
     def forward(self, x: Tensor) -> Tensor:
-        *first, down = (getattr(self, name) for name in self.names)
-        y = [layer(x) for layer in first]
-        if self.gate == "none":
-            return down(self.act(y[0]))
-        if self.gate == "own":
-            return down(self.own(torch.cat(y, -1) if len(y) > 1 else y[0]))
-        gate, up = y if len(y) > 1 else y[0].chunk(2, -1)
-        return down(self.act(gate) * up)
+        layers = [getattr(self, name) for name in self.names]
+        return through(layers, x, self.act, self.gate, self.own)
 
 
 class Experts(nn.ModuleList):
@@ -91,10 +91,7 @@ class Experts(nn.ModuleList):
         super().__init__()
         layout = layout_of(fused)
         assert layout is not None
-        self.layout, own = layout, None
-        if layout.gate == "own":  # it reads settings of the module, and none of its parameters
-            settings = {k: v for k, v in vars(fused).items() if not k.startswith("_")}
-            own = partial(type(fused)._apply_gate, SimpleNamespace(**settings, **fused._modules))
+        self.layout = layout
         found: dict[str, nn.Linear] = {}
         for tensor in layout.tensors:
             for name, part in layout.cut(tensor, fused._parameters[tensor].detach()):
@@ -103,10 +100,9 @@ class Experts(nn.ModuleList):
                     found[name].bias = nn.Parameter(part, requires_grad=False)
                 else:
                     found[name] = linear(part)
-        order = [name for names in layout.layers.values() for name in names]
         for e in range(len(fused.down_proj)):
-            layers = {name: found[f"{e}.{name}"] for name in order}
-            self.append(Expert(layers, getattr(fused, "act_fn", None), layout.gate, own))
+            layers = {name: found[f"{e}.{name}"] for name in layout.order}
+            self.append(Expert(layers, *gating(fused, layout)))
 
     def __getattr__(self, name: str) -> Any:
         layout = self.__dict__.get("layout")
@@ -131,30 +127,56 @@ class Experts(nn.ModuleList):
             lambda: torch.stack([one(expert) for expert in self]),
         )  # fmt: skip
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        top_k_index: Tensor | None = None,
-        top_k_weights: Tensor | None = None,
-    ) -> Tensor:
-        """hidden_states (T, H), chosen experts and their weights (T, top_k) -> (T, H).
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `routed`."""
+        return routed(list(self), *args, **kwargs)
 
-        Without the latter, as Llama 4 calls it: an equal part of hidden_states for each expert.
-        """
-        if top_k_index is None or top_k_weights is None:
-            parts = hidden_states.chunk(len(self))
-            return torch.cat([one(x) for one, x in zip(self, parts, strict=True)])
-        routing = outside(top_k_index).sort(top_k_index, len(self))
-        rows = outside(hidden_states).spread(hidden_states, routing)
-        assert isinstance(rows, Tensor)
-        outputs = [
-            one(rows[first:last])
-            for one, (first, last) in zip(self, pairwise(routing.starts.tolist()), strict=True)
-            if first < last
-        ]
-        y = torch.cat(outputs) if outputs else rows
-        y = outside(y, top_k_weights).combine(y, routing, top_k_weights)
-        return y.to(hidden_states.dtype)
+
+def gating(fused: Any, layout: Layout) -> tuple[Any, str, Any]:
+    """An expert's `act`, `gate` and `own`, as in `Expert`."""
+    own = None
+    if layout.gate == "own":  # it reads settings of the module, and none of its parameters
+        settings = {k: v for k, v in vars(fused).items() if not k.startswith("_")}
+        own = partial(type(fused)._apply_gate, SimpleNamespace(**settings, **fused._modules))
+    return getattr(fused, "act_fn", None), layout.gate, own
+
+
+def through(layers: Iterable[Layer], x: Tensor, act: Any, gate: str, own: Any) -> Tensor:
+    """x (T, H) through the layers of one expert; the others are as in `Expert`."""
+    *first, down = layers
+    y = [layer(x) for layer in first]
+    if gate == "none":
+        return down(act(y[0]))
+    if gate == "own":
+        return down(own(torch.cat(y, -1) if len(y) > 1 else y[0]))
+    left, up = y if len(y) > 1 else y[0].chunk(2, -1)
+    return down(act(left) * up)
+
+
+def routed(
+    experts: Sequence[Layer],
+    hidden_states: Tensor,
+    top_k_index: Tensor | None = None,
+    top_k_weights: Tensor | None = None,
+) -> Tensor:
+    """hidden_states (T, H), chosen experts and their weights (T, top_k) -> (T, H).
+
+    Without the latter, as Llama 4 calls it: an equal part of hidden_states for each expert.
+    """
+    if top_k_index is None or top_k_weights is None:
+        parts = hidden_states.chunk(len(experts))
+        return torch.cat([one(x) for one, x in zip(experts, parts, strict=True)])
+    routing = outside(top_k_index).sort(top_k_index, len(experts))
+    rows = outside(hidden_states).spread(hidden_states, routing)
+    assert isinstance(rows, Tensor)
+    outputs = [
+        one(rows[first:last])
+        for one, (first, last) in zip(experts, pairwise(routing.starts.tolist()), strict=True)
+        if first < last
+    ]
+    y = torch.cat(outputs) if outputs else rows
+    y = outside(y, top_k_weights).combine(y, routing, top_k_weights)
+    return y.to(hidden_states.dtype)
 
 
 def linear(weight: Tensor) -> nn.Linear:

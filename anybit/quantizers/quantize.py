@@ -1,6 +1,7 @@
 """`quantize_`: replace the linear layers of a model by quantized ones, in place."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import cast, overload
 
@@ -43,13 +44,14 @@ from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.embeddings import apart, quantize_embeddings
+from anybit.quantizers.fake import FakeLinear, put, unfaked
 from anybit.quantizers.rtn import RTN
 
 
 @overload
 def quantize_(
     model: nn.Linear,
-    spec: Spec | Plan,
+    spec: Spec | Plan | None = None,
     quantizer: Quantizer | None = None,
     *,
     show_progress: bool | None = None,
@@ -57,14 +59,14 @@ def quantize_(
 @overload
 def quantize_(
     model: Module,
-    spec: Spec | Plan,
+    spec: Spec | Plan | None = None,
     quantizer: Quantizer | None = None,
     *,
     show_progress: bool | None = None,
 ) -> Module: ...
 def quantize_(
     model: nn.Module,
-    spec: Spec | Plan,
+    spec: Spec | Plan | None = None,
     quantizer: Quantizer | None = None,
     *,
     show_progress: bool | None = None,
@@ -82,7 +84,8 @@ def quantize_(
             them; embeddings, unless one names them by more than "*" behind the last dot. A head
             that shares their weight shares their codes, or is named itself and gets a weight of its
             own. Calibrated quantizers round embeddings to nearest. Formats are spec strings, with
-            `@int8` or `@fp8` for activations quantized per token ("liquid@int8").
+            `@int8` or `@fp8` for activations quantized per token ("liquid@int8"). By default what
+            `fake_quantize_` was given.
         quantizer: Chooses the codes; `RTN()` by default. A calibrated one (GPTQ, Smooth, Additive)
             runs the model on its data, block by block, each block after quantized ones.
         show_progress: Whether to show a progress bar on stderr; by default on a terminal.
@@ -97,10 +100,76 @@ def quantize_(
         InvalidType: The model is no module, or a weight has no floating-point dtype.
     """
     check_module(model, "quantize_")
-    if is_linear(model):
+    if is_linear(model) or isinstance(model, FakeLinear):
         alone = nn.ModuleDict({"layer": model})
         return quantize_(alone, spec, quantizer, show_progress=show_progress).layer  # type: ignore[return-value]
-    quantizer = quantizer or RTN()
+    with unfaked(model) as schemes:
+        if spec is None:
+            spec = trained_for(model, schemes)
+        return quantized(model, spec, quantizer or RTN(), show_progress)
+
+
+def fake_quantize_(model: Module, spec: Spec | Plan) -> Module:
+    """Let a model compute with the weights that `quantize_` would store, and train its own.
+
+    Each call of a layer rounds its weight to nearest in the layer's format, and its inputs where
+    the scheme says so; gradients pass the rounding unchanged. Parameters, their names and
+    `state_dict` stay those of the unquantized model, so optimizers, saving and resuming work as
+    before. At last `quantize_(model)` makes the quantized model of it, with the same outputs.
+    Called again, it changes the formats.
+
+    A forward pass rounds each weight anew, and holds a copy until the backward pass unless gradient
+    checkpointing drops it. That is quick for numbers (`int4`, `fp6`, `nvfp4`), and slow for formats
+    that search (`codebook`, `trellis`). Code that reads a layer's weight instead of calling the
+    layer sees the unrounded one.
+
+    Args:
+        model: As in `quantize_`.
+        spec: As in `quantize_`.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidInput: As in `quantize_`. A call raises it when a weight has become NaN or inf.
+        InvalidType: The model is no module.
+    """
+    check_module(model, "fake_quantize_")
+    if is_linear(model) or isinstance(model, FakeLinear):
+        fake_quantize_(nn.ModuleDict({"layer": model}), spec)
+        return model
+    with unfaked(model):
+        schemes, plan = schemes_of(model, spec, RTN())
+        heads = untied_heads(model, schemes)
+        own = {*heads, *heads.values()}  # `quantize_` unties them
+        shared = {name: other for name, other in shared_weights(model).items() if name not in own}
+        check_ties(schemes, shared, sharing_heads(model, schemes))
+    put(model, schemes)
+    model.anybit_formats = plan  # type: ignore[assignment]
+    return model
+
+
+def trained_for(model: nn.Module, schemes: Mapping[str, str]) -> Plan:
+    """The plan that `fake_quantize_` was given; InvalidInput if it was not called.
+
+    schemes: Of the layers that it changed.
+    """
+    if not schemes:
+        raise InvalidInput(
+            "quantize_ needs a format, such as 'int4:group=64'; only a model of fake_quantize_ has "
+            "one"
+        )
+    plan: Plan | None = getattr(model, "anybit_formats", None)
+    with suppress(InvalidInput):  # a part of the model, or layers were replaced since then
+        if plan and schemes_in(model, plan) == schemes:
+            return plan
+    return {"*": None, **schemes}
+
+
+def quantized(
+    model: nn.Module, spec: Spec | Plan, quantizer: Quantizer, show_progress: bool | None
+) -> nn.Module:
+    """`quantize_` of a model without layers that round."""
     calibration = calibration_of(quantizer) if quantizer.needs else None
     schemes, plan = schemes_of(model, spec, quantizer)
     heads = untied_heads(model, schemes)

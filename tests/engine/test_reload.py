@@ -3,19 +3,22 @@
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.engine.graphs import Rows, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
+from anybit.evaluate.corpus import calibration_text
+from tests import tiny
 from tests.engine.conftest import prompts
 from tests.engine.test_speculation import drafting
 
@@ -98,12 +101,16 @@ def test_graphs_are_captured_anew(
     assert [output.tokens for output in outputs] == wanted
 
 
-def test_a_checkpoint_in_codes(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    other = changed(checkpoint("llama-round"), tmp_path / "other")
-    quantize_checkpoint(checkpoint("llama-round"), tmp_path / "out", PLAN)
-    llm = LLM(tmp_path / "out")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_in_codes(checkpoint: Checkpoint, tmp_path: Path, dtype: Any) -> None:
+    """Codes of fp32 weights do not depend on the engine's dtype."""
+    source = checkpoint("llama-round")
+    other = changed(source, tmp_path / "other")
+    quantize_checkpoint(source, tmp_path / "out", PLAN)
+    llm = LLM(tmp_path / "out", dtype=dtype)
+    assert tokens(llm) == tokens(LLM(source, PLAN, dtype=dtype))
     llm.load_weights(load_file(other / "model.safetensors").items())
-    assert tokens(llm) == tokens(LLM(other, PLAN))
+    assert tokens(llm) == tokens(LLM(other, PLAN, dtype=dtype))
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -189,3 +196,40 @@ def test_models_that_the_engine_does_not_know(tmp_path: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(Unsupported, match="only models that the engine knows"):
         LLM(tmp_path / "gpt2").load_weights([])
+
+
+def apart(model: nn.Module, llm: LLM, ids: list[int]) -> float:
+    """The divergence of a trainer from an engine: half the mean square between the logs of what
+    they give each token of a text."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model.eval()(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+    mine = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    found = llm.generate([ids], asked)[0].completions[0].prompt_logprobs
+    assert found is not None
+    theirs = torch.tensor([one.logprob for one in found if one is not None])
+    return float((mine - theirs).square().mean() / 2)
+
+
+@pytest.mark.parametrize("spec", ["int2:group=32", "int4:group=32,rotate=k@int8"])
+def test_a_trainer_that_rounds_is_the_engine(spec: str) -> None:
+    """But for the dtype's noise: fp32 weights under autocast are rounded as in the engine."""
+    pico = tiny.short_pico()
+    model = AutoModelForCausalLM.from_pretrained(pico, dtype=torch.float32)
+    dense = LLM(pico, dtype="bfloat16")
+    ids = dense.encode(calibration_text()[0][1])[:400]
+    noise = apart(model, dense, ids)
+    anybit.fake_quantize_(model, spec)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    text = torch.tensor([ids])
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.train()(input_ids=text, labels=text).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    llm = LLM(pico, spec, dtype="bfloat16")
+    before = apart(model, llm, ids)
+    llm.load_weights(model.state_dict().items())
+    assert apart(model, llm, ids) < 3 * noise < before / 100
+    anybit.quantize_(model)
+    assert apart(model, llm, ids) < 3 * noise
