@@ -155,8 +155,12 @@ def test_formats_may_change_and_errors_change_nothing() -> None:
     model = tiny.llama(dtype=torch.float32)
     with pytest.raises(InvalidInput, match="quantize_ needs a format"):
         anybit.quantize_(model)
+    own = logits(model)
     anybit.fake_quantize_(model, "int8")
     eight = logits(model)
+    anybit.fake_quantize_(model, None)
+    assert torch.equal(logits(model), own)
+    anybit.fake_quantize_(model, "int8")
     with pytest.raises(InvalidInput, match="not a multiple of group=48"):
         anybit.fake_quantize_(model, "int4:group=48")
     with pytest.raises(InvalidInput, match="not a multiple of group=48"):

@@ -202,8 +202,9 @@ class LLM:
         laid out beside the old one: that takes the memory of the quantized weights once more.
 
         Args:
-            weights: Dense tensors by the names of checkpoints, in any order, such as
-                `safetensors.torch.load_file` gives them.
+            weights: Dense tensors by the names of checkpoints or of transformers' model, in any
+                order: `safetensors.torch.load_file(FILE).items()`, `model.state_dict().items()`.
+                They are rounded from the dtype in which they come.
 
         Raises:
             InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.

@@ -1,17 +1,22 @@
 """New weights for a running engine, quantized as they arrive: for reinforcement learning."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from anybit.checkpoint.architecture import empty_model
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import IGNORED, Part, Weights
 from anybit.errors import InvalidInput
+from anybit.nn.experts import Layout, fused_experts, layout_of, published
 from anybit.nn.linear import check_finite
 from anybit.nn.multiplier import Keep
 from anybit.quantizers.base import quantize_weight
@@ -29,14 +34,24 @@ class Arrived(Weights):
 
     def __init__(self, model: Decoder, plan: Mapping[str, str], keep: Keep, shares_head: bool):
         super().__init__(model.embed_tokens.device, model.embed_tokens.dtype)
-        self.plan, self.keep = dict(plan), keep
+        self.config, self.plan, self.keep = model.config, dict(plan), keep
         self.repeated = f"{model.prefix}.{model.words_name}.weight" if shares_head else None
         if model.adapters is not None:
             self.adapters = model.adapters.of_new_weights()
         self.held: dict[str, Tensor | Packed] = {}
 
     def take(self, name: str, own: Tensor) -> None:
-        """Keep a tensor that nobody else changes, as codes where the plan says so."""
+        """Keep a tensor that nobody else changes, as codes where the plan says so.
+
+        Names may be those of transformers' models, whose tensors of all experts of a block are cut.
+        """
+        name = published(name, self.config.model_type)
+        experts, _, key = name.rpartition(".")
+        if experts.endswith(".experts") and self.layout and key in self.layout.tensors:
+            end = "bias" if key.endswith("_bias") else "weight"
+            for layer, part in self.layout.cut(key, own):
+                self.take(f"{experts}.{layer}.{end}", part)
+            return
         if name == self.repeated and HEAD not in self.held:
             self.take(HEAD, own)
         scheme = self.plan.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
@@ -48,6 +63,13 @@ class Arrived(Weights):
             raise InvalidInput(f"{name}: a matrix is wanted, and shape {tuple(own.shape)} came")
         fmt.check(*own.shape)
         self.held[name] = quantize_weight(RTN(), own, fmt)
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """How transformers' model holds its experts; None: not in one tensor."""
+        kind = (self.config.architectures or [""])[0]  # a Decoder is made for one
+        model = empty_model(kind, getattr(transformers, kind), copy.deepcopy(self.config))
+        return next((layout_of(module) for _, module in fused_experts(model)), None)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         found = self._pop(name, shape)

@@ -109,7 +109,7 @@ def quantize_(
         return quantized(model, spec, quantizer or RTN(), show_progress)
 
 
-def fake_quantize_(model: Module, spec: Spec | Plan) -> Module:
+def fake_quantize_(model: Module, spec: Spec | Plan | None) -> Module:
     """Let a model compute with the weights that `quantize_` would store, and train its own.
 
     Each call of a layer rounds its weight to nearest in the layer's format, and its inputs where
@@ -125,7 +125,7 @@ def fake_quantize_(model: Module, spec: Spec | Plan) -> Module:
 
     Args:
         model: As in `quantize_`.
-        spec: As in `quantize_`.
+        spec: As in `quantize_`; None: layers compute with their own weights again.
 
     Returns:
         The model.
@@ -139,6 +139,8 @@ def fake_quantize_(model: Module, spec: Spec | Plan) -> Module:
         fake_quantize_(nn.ModuleDict({"layer": model}), spec)
         return model
     with unfaked(model):
+        if spec is None:
+            return model
         schemes, plan = schemes_of(model, spec, RTN())
         heads = untied_heads(model, schemes)
         own = {*heads, *heads.values()}  # `quantize_` unties them

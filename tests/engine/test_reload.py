@@ -63,6 +63,20 @@ def test_new_weights(checkpoint: Checkpoint, tmp_path: Path, name: str, dtype: s
     assert tokens(llm) == before
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_as_a_trainer_holds_them(checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
+    """All of a block in two tensors, which checkpoints have one by one."""
+    source = checkpoint(name)
+    other = changed(source, tmp_path / "other")
+    llm = LLM(source, "int8", dtype="float32")
+    wanted = tokens(LLM(other, "int8", dtype="float32"))
+    assert tokens(llm) != wanted
+    model = AutoModelForCausalLM.from_pretrained(other)
+    assert any(key.endswith("experts.gate_up_proj") for key in model.state_dict())
+    llm.load_weights(model.state_dict().items())
+    assert tokens(llm) == wanted
+
+
 class Graph:
     """Like a CUDA graph: its pool lasts as long as one of the graphs in it."""
 
