@@ -428,6 +428,9 @@ def test_convert_and_export(tmp_path: Path) -> None:
     fixtures = Path(__file__).parent / "foreign" / "fixtures"
     stdout, _ = run("convert", fixtures / "gptq_4bit_v1", "-o", ours)
     assert "from gptq, 7 layers are int4:group=16" in stdout
+    some = ("--to", "*.down_proj=int8", "--to", "*.up_proj=fp6")
+    stdout, _ = run("convert", fixtures / "gptq_4bit_v1", "-o", tmp_path / "some", *some)
+    assert "5 layers are int4:group=16, 1 layers are fp6, 1 layers are int8" in stdout
     stdout, _ = run("export", ours, "-o", theirs)
     assert "7 layers as compressed-tensors" in stdout
     again = tmp_path / "again"

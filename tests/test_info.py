@@ -1,11 +1,15 @@
 """`anybit info`: its sizes are those of what `anybit quantize` writes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
+from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.cli.info import bytes_of, cache_of, info
 from anybit.errors import InvalidInput
@@ -29,6 +33,22 @@ def test_sizes_are_those_of_what_quantize_writes(scheme: str, tmp_path: Path) ->
     assert again.sizes[0].bits == pytest.approx(quantized.bits, rel=0.001)
     assert again.quantized == f"anybit: {scheme}"
     assert again.parameters == found.parameters
+
+
+def test_sizes_are_those_of_what_convert_writes(tmp_path: Path) -> None:
+    """Of another tool's checkpoint, in which one layer is no codes."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "tests/foreign/fixtures/gptq_4bit_v1", source)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj"
+    own = {key for key in tensors if key.startswith(f"{name}.")}
+    tensors[f"{name}.weight"] = torch.ones(32, 32).half()
+    save_file({k: t for k, t in tensors.items() if k not in own}, source / "model.safetensors")
+    found = info(source, ["int8", "int3"])
+    for size in found.sizes[1:]:
+        report = convert_checkpoint(source, tmp_path / size.format, size.format)
+        assert len(report.formats) == 6
+        assert size.disk == pytest.approx(report.bytes_after, rel=0.001)
 
 
 def test_what_fits_and_the_bound_of_the_bandwidth() -> None:

@@ -211,6 +211,7 @@ def refine(
         "anybit convert Llama-3.1-8B-GPTQ -o out/llama",
         "anybit convert gpt-oss-20b -o out/gpt-oss",
         "anybit convert DeepSeek-V3 -o out/deepseek --to nvfp4",
+        "anybit convert Kimi-K2-Thinking -o out/kimi --to '*.experts.*=int2:group=32,zero'",
         "anybit convert Qwen3-8B-Q4_K_M.gguf -o out/qwen3",
         "anybit convert Qwen/Qwen3-8B-GGUF:Q4_K_M -o out/qwen3",
     )
@@ -221,7 +222,8 @@ def convert(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
     to: Annotated[
-        str | None, typer.Option("--to", help="Round the decoded weights to this format instead.")
+        list[str] | None,
+        typer.Option("--to", help="Round to FORMAT instead, or PATTERN=FORMAT; may be repeated."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
     push_to: PushTo = None,
@@ -235,9 +237,11 @@ def convert(
     """
     say(f"converting {model} into {out}")
     from anybit.checkpoint.foreign.convert import convert_checkpoint
+    from anybit.nn.plan import plan_from
 
+    plan = plan_from(to, "--to") if to else None
     with pushing(out, push_to):
-        typer.echo(convert_checkpoint(model, out, to, overwrite=overwrite))
+        typer.echo(convert_checkpoint(model, out, plan, overwrite=overwrite))
 
 
 @app.command(

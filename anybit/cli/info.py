@@ -16,6 +16,7 @@ from rich.table import Table
 
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.convert import METHODS
+from anybit.checkpoint.stream import WEIGHT_DTYPES
 from anybit.core.scheme import parse_scheme
 from anybit.engine.loader import model_class
 from anybit.engine.memory import FRACTION
@@ -25,6 +26,7 @@ from anybit.files.directory import megabytes, read_json, stated_quantization
 from anybit.files.hub import name_of, peek
 from anybit.files.safetensors import Stored
 from anybit.nn.embedding import embedding_layers
+from anybit.nn.experts import unpublished
 from anybit.nn.model import dense_layers, linear_schemes
 from anybit.nn.plan import METHOD, stored_plan
 from anybit.planning.gpus import gpu
@@ -113,7 +115,7 @@ def info(
 
     Args:
         model: A directory, or org/name of the hub, of whose weights only headers are read.
-        formats: Schemes to compute sizes for, if it is not quantized.
+        formats: Schemes to compute sizes for, unless it is anybit's already.
         devices: Usual names of GPUs.
         memory: Of another machine: "24GB".
         context: Tokens of a sequence in the KV cache, or as many as the model takes.
@@ -148,13 +150,23 @@ def info(
     now = stored_bits(stored, counted) or 8 * total / parameters
     found: dict[str, tuple[float, float]] = {"as it is": (now, total)}
     refused: dict[str, str] = {}
-    for scheme in () if quantization else formats:
+    method = quantization.get("quant_method") if quantization else None
+    each, left = total / parameters, set[str]()  # bytes of the others, and some of their names
+    if method in METHODS:  # `anybit convert --to` rounds what is in codes, and nothing else
+        each, kind = bare.dtype.itemsize, bare.config.model_type
+        left = {
+            unpublished(name.removesuffix(".weight"), kind)
+            for name, tensor in stored.items()
+            if name.endswith(".weight") and tensor.torch_dtype in WEIGHT_DTYPES
+        }
+    for scheme in formats if method is None or method in METHODS else ():
         try:
-            bits, held = in_format(shapes, linear_schemes(bare, scheme))
+            schemes = linear_schemes(bare, scheme)
+            bits, held = in_format(shapes, {n: s for n, s in schemes.items() if n not in left})
         except InvalidInput as error:
             refused[scheme] = str(error)
         else:
-            found[scheme] = bits / held, bits / 8 + (parameters - held) * total / parameters
+            found[scheme] = bits / held, bits / 8 + (parameters - held) * each
     cache = cache_of(bare.config)
     longest = getattr(bare.config.get_text_config(), "max_position_embeddings", None) or context
     context = min(context, longest)

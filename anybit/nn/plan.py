@@ -168,12 +168,13 @@ def is_head(name: str) -> bool:
     return name.rpartition(".")[2] in HEADS
 
 
-def plan_from(formats: list[str]) -> dict[str, str | None]:
-    """A plan from the `--format` options of a command.
+def plan_from(formats: list[str], option: str = "--format") -> dict[str, str | None]:
+    """A plan from the options of a command.
 
     Args:
         formats: Like ["int3", "*.down_proj=int4:group=64", "*.q_proj=none"]. Options of a spec
             contain "=" as well, but only after a ":", which no module name has.
+        option: Their name, for errors.
 
     Returns:
         {pattern: spec or None}.
@@ -188,9 +189,9 @@ def plan_from(formats: list[str]) -> dict[str, str | None]:
             pattern, spec = "*", text
         pattern, spec = pattern.strip(), spec.strip()
         if pattern in plan:
-            raise InvalidInput(f"--format is given twice for {pattern!r}; which one is meant?")
+            raise InvalidInput(f"{option} is given twice for {pattern!r}; which one is meant?")
         if not pattern or not spec:
-            raise InvalidInput(f"--format {text!r}: write FORMAT or PATTERN=FORMAT")
+            raise InvalidInput(f"{option} {text!r}: write FORMAT or PATTERN=FORMAT")
         plan[pattern] = None if spec.lower() == "none" else spec
     return plan
 

@@ -107,6 +107,31 @@ def stored_fp8(architecture: str, source: Path, wanted: Callable[[str], bool]) -
     return load_file(source / WEIGHTS)
 
 
+def test_some_layers_are_rounded(tmp_path: Path) -> None:
+    """By the checkpoint's names or the model's; the others stay as they are, bit for bit."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    tensors = stored_fp8(MIXTRAL, source, lambda n: ".self_attn." in n or ".experts." in n)
+    one = "model.layers.0.mlp.experts.1.w1"
+    plan = {"*.experts.*": "int4", "*.w2": None, one: "int8"}
+    report = convert_checkpoint(source, out, plan)
+    loaded = dict(quantized_layers(anybit.load(out)))
+    assert loaded[one].scheme == "int8"
+    for stored, scheme in report.formats.items():
+        name = stored.replace(".block_sparse_moe.", ".mlp.")
+        first = name.rpartition(".")[2]
+        assert name == one or scheme == ("int4" if first in ("w1", "w3") else "fp8")
+        weight = tensors[f"{stored}.weight"].float() * POWER
+        if scheme != "fp8":
+            weight = anybit.quantize_tensor(weight, scheme).dequantize()
+        assert loaded[name].scheme == scheme
+        assert torch.equal(loaded[name].dequantize(), weight)
+    for wrong in ("*.block_sparse_moe.gate", "*.w4"):
+        with pytest.raises(
+            InvalidInput, match=r"no quantized layer matches '\*.*; layers are named"
+        ):
+            convert_checkpoint(source, tmp_path / "other", {wrong: "int4"})
+
+
 def test_experts_that_stay_dense(tmp_path: Path) -> None:
     """transformers makes experts of text and of images of one numbering."""
     source = tmp_path / "source"

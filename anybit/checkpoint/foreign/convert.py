@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import Layer, Naming, owner
-from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors
+from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
@@ -45,7 +45,7 @@ from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.experts import split
 from anybit.nn.linear import all_finite, check_finite
 from anybit.nn.model import is_linear
-from anybit.nn.plan import METHOD, is_head, quantization_config
+from anybit.nn.plan import METHOD, Plan, Spec, is_head, quantization_config
 from anybit.nn.tied import untied_config, untied_heads
 
 # quant_method in config.json, and the name of the module that reads such checkpoints.
@@ -120,7 +120,7 @@ class Converted:
 def convert_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    to: str | None = None,
+    to: Spec | Plan | None = None,
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
@@ -136,7 +136,9 @@ def convert_checkpoint(
         source: Directory of a model that another tool quantized, or a GGUF file; or org/name of
             the hub, with :Q4_K_M for one of its GGUF files.
         out: Directory to write.
-        to: A scheme that the decoded weights are rounded to instead, such as "int4:group=128".
+        to: What the decoded weights are rounded to instead: a scheme for all quantized layers, such
+            as "int4:group=128", or `{glob: scheme or None}` over their names, in which the last
+            match wins. Other layers, and those of None, stay as they are.
         overwrite: As in `quantize_checkpoint`.
         shard_bytes: As in `quantize_checkpoint`.
         show_progress: As in `quantize_`.
@@ -291,14 +293,18 @@ def opened(source: Path) -> Iterator[Opened]:
 
 
 def plan_conversion(
-    found: Opened, shard_bytes: int, to: str | None = None, *, for_transformers: bool = True
+    found: Opened,
+    shard_bytes: int,
+    to: Spec | Plan | None = None,
+    *,
+    for_transformers: bool = True,
 ) -> Conversion:
     """Decide everything by headers, config.json and small tensors, before any weight is read.
 
     Args:
         found: The checkpoint.
         shard_bytes: Of a file of the output.
-        to: The scheme that decoded weights are rounded to; None: they stay as they are.
+        to: As in `convert_checkpoint`.
         for_transformers: Whether what transformers would make of a layer, or lack, counts.
     """
     source, stored, config, model = found.source, found.stored, found.config, found.model
@@ -311,9 +317,11 @@ def plan_conversion(
     module_of = {place.stored: model.get_submodule(name) for place, name in model_name.items()}
     scales = [name for name in stored if name.endswith(KV_SCALES)]
     dropped = {n: None for n in scales if found.names.in_model(n)[0] not in found.names.state}
+    own_name = {place.stored: name for place, name in model_name.items()}
+    schemes = rounded_to(to, {name: own_name.get(name) for name in layers})
     for name, layer in layers.items():
-        module = module_of.get(name)
-        layers[name] = fitted(name, layer, module, found.names, to, for_transformers)
+        module, scheme = module_of.get(name), schemes.get(name)
+        layers[name] = fitted(name, layer, module, found.names, scheme, for_transformers)
         bias = stored.get(f"{name}.bias")
         if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
             if bias.read().any():

@@ -1,7 +1,8 @@
 """Whether another tool's layers fit into the model, and what of the model they leave out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.nn.model import is_linear
+from anybit.nn.plan import Plan, Spec, plan_of
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
@@ -33,7 +35,7 @@ def fitted(
         layer: As it is stored.
         module: Of the model; None where it has no such layer.
         names: Of the model.
-        to: As in `plan_conversion`.
+        to: The scheme that it is rounded to; None: it stays as it is.
         for_transformers: As in `plan_conversion`.
 
     Raises:
@@ -87,6 +89,31 @@ def check_shape(name: str, shape: tuple[int, ...], layer: Layer) -> None:
             f"{name}: config.json asks for a weight of {shape}, the checkpoint holds one of "
             f"{layer.shape}"
         )
+
+
+def rounded_to(to: Spec | Plan | None, layers: Mapping[str, str | None]) -> dict[str, str]:
+    """The schemes of the layers that are to be rounded.
+
+    Args:
+        to: As in `convert_checkpoint`.
+        layers: Names of all quantized layers in the checkpoint, and the model's for them.
+
+    Raises:
+        InvalidInput: A pattern matches none.
+    """
+    plan = {} if to is None else plan_of(to)
+    out, unused = dict[str, str](), set(plan)
+    for name, own in layers.items():
+        found = [p for p in plan if any(n and (n == p or fnmatchcase(n, p)) for n in (name, own))]
+        unused -= {*found}
+        if found and (scheme := plan[found[-1]]) is not None:
+            out[name] = scheme
+    if unused:
+        raise InvalidInput(
+            f"no quantized layer matches {', '.join(map(repr, sorted(unused)))}; layers are named "
+            f"like {', '.join(map(repr, list(layers)[:3]))}"
+        )
+    return out
 
 
 def rounded(name: str, layer: Layer, to: str) -> Layer:
