@@ -1,5 +1,6 @@
 """Trellis codes: the definition against a plain walk, the encoders against each other, rounding."""
 
+import base64
 import itertools
 import os
 
@@ -12,7 +13,7 @@ from anybit import GPTQ, RTN, QuantLinear
 from anybit.core import tiles
 from anybit.core.format import get_format
 from anybit.errors import InvalidInput
-from anybit.formats import trellis
+from anybit.formats import trellis, trellis_look
 from anybit.kernels.viterbi import paths as plain_paths
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.gptq import fitted_scale, output_error
@@ -20,7 +21,11 @@ from anybit.quantizers.pv_tuning import TunedLayer
 
 CODES = tuple(trellis.CODES)
 EACH = [
-    f"trellis:bits={bits},code={code}" for bits, code in zip((2, 4, 3, 1, 5), CODES, strict=True)
+    *(f"trellis:bits={bits},code=look" for bits in (1, 3, 4)),
+    *(
+        f"trellis:bits={bits},code={code}"
+        for bits, code in zip((2, 4, 2, 3, 1, 5), CODES, strict=True)
+    ),
 ]
 
 
@@ -28,8 +33,16 @@ def gaussian(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def values_of(state, code):
+def values_of(state, code, rate):
     """The values of one state, in Python's integers."""
+    if code == "look":
+        width, low, high, spread, packed = trellis_look.LOOKS[rate - 1]
+        table = base64.b85decode(packed)
+        h = (state % 256) * low + (state // 256) * high
+        first = h // 128 % 256 * 4 + (h // 2 % 2 * 2 if width == 2 else 0)
+        signs = (h * spread % 2**32).to_bytes(4, "little")
+        entry = [(b ^ 128) - 128 for b in table[first : first + width]]
+        return [-1 - v if sign > 127 else v for v, sign in zip(entry, signs, strict=False)]
     if code in ("sum8", "mul1"):
         total = sum((state * 0x83DCD12D & 0xFFFFFFFF) >> 8 * i & 255 for i in range(4))
         if code == "sum8":
@@ -58,7 +71,7 @@ def test_values_are_those_of_a_walk_through_each_tile(spec):
         state, numbers = 0, []
         for code in steps[-16:] + steps:  # the end of the sequence is what came before it
             state = (state << fmt.bits | code) & 0xFFFF
-            numbers += values_of(state, fmt.code)
+            numbers += values_of(state, fmt.code, fmt.rate)
         numbers = numbers[16 * fmt.width :]
         tile = got[i * 16 : i * 16 + 16, j * 16 : j * 16 + 16]
         for p, number in enumerate(numbers):
@@ -67,11 +80,12 @@ def test_values_are_those_of_a_walk_through_each_tile(spec):
             assert tile[row, column] == number
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_codes_of_integers_are_within_int8_and_have_no_mean(code):
-    table = trellis.table(code)
+@pytest.mark.parametrize("spec", EACH)
+def test_codes_of_integers_are_within_int8_and_have_no_mean(spec):
+    fmt = get_format(spec)
+    table = fmt.table()
     whole = bool((table == table.round()).all() and table.abs().max() <= 127)
-    assert whole == (get_format(f"trellis:code={code}").operand == "int8")
+    assert whole == (fmt.operand == "int8")
     assert (table.mean(0).abs() < 0.02 * table.std(0)).all()
 
 
@@ -129,7 +143,7 @@ def test_triton_paths_are_the_definition_s(spec):
 
     device = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
     fmt = get_format(spec)
-    table = trellis.table(fmt.code)[: 1 << 8]
+    table = fmt.table()[: 1 << 8]
     x = gaussian(1, 12, fmt.width) * table.std()
     found = viterbi.paths(x.to(device), table, fmt, 3).cpu()
     want = plain_paths(x, table, fmt, 3)

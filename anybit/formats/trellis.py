@@ -9,8 +9,8 @@ bits. What they stand for depends on the last L = 16 bits, the state, around the
 
 So a weight takes the bits of a scalar code, and errs as little as a code for 256 dimensions. Tables
 are computed, not stored (QTIP, section 3.1): one product of the state, and sums of its bytes or
-halves. `core/tiles.py` says where the weights of a sequence lie, `kernels/viterbi.py` how it is
-found.
+halves; or the bytes hashed, and 1 KB looked up (`trellis_look.py`). `core/tiles.py` says where the
+weights of a sequence lie, `kernels/viterbi.py` how it is found.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from anybit.core import tiles
 from anybit.core.format import Format, Grid, register
 from anybit.core.groups import divisor, groups_of, store_scale
 from anybit.errors import InvalidInput
+from anybit.formats import trellis_look
 from anybit.formats.trellis_decoder import decoder_of
 from anybit.kernels.between import of
 from anybit.kernels.cute.decode import Decoder
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 STATE = 16  # L
 # The input's standard deviation in units of the code's, by bits a weight: what erred least on
 # Gaussian numbers with `sum8`, in steps of 0.03 to 0.1. From 5 bits on, the range of int8 decides.
-GAINS = {1: 1.08, 2: 0.97, 3: 0.92, 4: 0.87, 5: 0.87, 6: 0.82, 7: 0.83, 8: 0.8}
+GAINS = (1.08, 0.97, 0.92, 0.87, 0.87, 0.82, 0.83, 0.8)
 
 
 @register("trellis")
@@ -48,8 +49,9 @@ class Trellis(Format):
 
     Attributes:
         rate: The option bits=: bits a weight, 1 to 8.
-        code: sum8, the default, and pair8 (two weights a step, 1 to 4 bits) have values within
-            int8; mul1, mcg and 3inst are EXL3's.
+        code: sum8, the default, pair8 (two weights a step, 1 to 4 bits) and look (four weights a
+            step of 1 and 2 bits, two of 3 and 4) have values within int8; mul1, mcg and 3inst are
+            EXL3's.
     """
 
     rate: int = field(default=2, metadata={"option": "bits"})
@@ -62,8 +64,8 @@ class Trellis(Format):
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise InvalidInput(f"trellis:code={self.code} is unknown; known: {', '.join(CODES)}")
-        if self.rate < 1 or self.bits > 8:
-            most = 8 // self.width
+        most = len(CODES[self.code].widths)
+        if not 1 <= self.rate <= most:
             raise InvalidInput(
                 f"trellis:bits={self.rate} is out of range; code={self.code} has 1 to {most} bits"
             )
@@ -74,21 +76,21 @@ class Trellis(Format):
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        return CODES[self.code].width
+        return CODES[self.code].widths[self.rate - 1]
 
     @property
     def operand(self) -> str:  # type: ignore[override]
         return "int8" if CODES[self.code].whole else "activation"
 
     def fit(self, w: Tensor) -> Grid:
-        unit = GAINS[self.rate] * float(table(self.code).std())
+        unit = CODES[self.code].gains[self.rate - 1] * float(self.table().std())
         size = groups_of(w, 0).square().mean(-1).sqrt_()
         return {"scale": store_scale(size / unit, zeros=0)}
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         x = tiles.sequences(w / divisor(grid["scale"]))
         x = x.view(len(x), -1, self.width)
-        states = of(x).paths(x, table(self.code, w.device), self, x.shape[1] // 2)
+        states = of(x).paths(x, self.table(w.device), self, x.shape[1] // 2)
         return tiles.join((states & (1 << self.bits) - 1).to(torch.uint8), len(w))
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
@@ -96,8 +98,12 @@ class Trellis(Format):
         state = sequence.clone()
         for i in range(1, -(-STATE // self.bits)):
             state |= sequence.roll(i, 1) << i * self.bits
-        numbers = embedding(state & (1 << STATE) - 1, table(self.code, codes.device))
+        numbers = embedding(state & (1 << STATE) - 1, self.table(codes.device))
         return tiles.from_sequences(numbers.flatten(1), len(codes))
+
+    def table(self, device: torch.device | None = None) -> Tensor:
+        """The values (2**16, width) fp32 of all states."""
+        return table(self.code, self.rate, device)
 
     def triton_decode(self, at: Any) -> Any:
         s = lang.window(at)
@@ -127,14 +133,16 @@ class Code:
     """What states stand for.
 
     Attributes:
-        numbers: States (S,) int64 -> values, (S,) or (S, width).
-        width: Weights of a step.
+        numbers: States (S,) int64 and bits a weight -> values, (S,) or (S, width).
+        widths: Weights of a step, by bits a weight from 1 on.
         whole: Whether all values are integers within int8.
+        gains: See `GAINS`.
     """
 
-    numbers: Callable[[Tensor], Tensor]
-    width: int = 1
+    numbers: Callable[[Tensor, int], Tensor]
+    widths: tuple[int, ...] = (1,) * 8
     whole: bool = False
+    gains: tuple[float, ...] = GAINS
 
 
 def _hash(states: Tensor, times: int, plus: int = 0) -> Tensor:
@@ -147,12 +155,12 @@ def _dot4(x: Tensor, *weights: int) -> Tensor:
     return sum((x >> 8 * i & 0xFF) * weight for i, weight in enumerate(weights)) + x * 0
 
 
-def _sum8(states: Tensor) -> Tensor:
+def _sum8(states: Tensor, rate: int) -> Tensor:
     """The bytes' sum, 10 bits, rounded to 8."""
     return (_dot4(_hash(states, 0x83DCD12D), 1, 1, 1, 1) + 4 >> 2) - 128
 
 
-def _pair8(states: Tensor) -> Tensor:
+def _pair8(states: Tensor, rate: int) -> Tensor:
     """Two sums of the same bytes. In the plane of both, the bytes point to a regular octagon."""
     x = _hash(states, 0xCBAC1FED)
     first = _dot4(x, 90, 64, 0, -64) - 11475
@@ -160,7 +168,7 @@ def _pair8(states: Tensor) -> Tensor:
     return torch.stack((first, second), 1) + 128 >> 8
 
 
-def _mul1(states: Tensor) -> Tensor:
+def _mul1(states: Tensor, rate: int) -> Tensor:
     """EXL3's "mul1": the bytes' sum, in fp16."""
     total = _dot4(_hash(states, 0x83DCD12D), 1, 1, 1, 1) + 1024
     return (total * 0.00676727294921875 - 10.3828125).half()
@@ -175,15 +183,16 @@ def _halves(x: Tensor) -> Tensor:
 
 CODES = {
     "sum8": Code(_sum8, whole=True),
-    "pair8": Code(_pair8, width=2, whole=True),
+    "pair8": Code(_pair8, widths=(2,) * 4, whole=True),
+    "look": Code(trellis_look.numbers, trellis_look.WIDTHS, True, trellis_look.GAINS),
     "mul1": Code(_mul1),
-    "mcg": Code(lambda states: _halves(_hash(states, 0xCBAC1FED))),
-    "3inst": Code(lambda states: _halves(_hash(states, 89226354, 64248484))),
+    "mcg": Code(lambda states, rate: _halves(_hash(states, 0xCBAC1FED))),
+    "3inst": Code(lambda states, rate: _halves(_hash(states, 89226354, 64248484))),
 }
 
 
 @cache
-def table(code: str, device: torch.device | None = None) -> Tensor:
-    """The values (2**16, width) fp32 of all states."""
-    numbers = CODES[code].numbers(torch.arange(1 << STATE))
+def table(code: str, rate: int, device: torch.device | None = None) -> Tensor:
+    """`Trellis.table` of a code."""
+    numbers = CODES[code].numbers(torch.arange(1 << STATE), rate)
     return numbers.float().reshape(1 << STATE, -1).to(device)

@@ -284,6 +284,8 @@ def four_bytes(values: list[Word]) -> Word:
 def decoder_of(code: str, rate: int, operand: str) -> Decoder | str:
     """The decoder of a code with so many bits a weight, or the reason why there is none."""
     places = tuple(range(rate))
+    if code not in SUMS and code not in HALVES:
+        return f"code={code} has no decoder to registers of tensor cores"
     if operand == "int8":
         if code not in MIDDLE:
             return f"the values of code={code} are no whole numbers; it takes 16-bit activations"
