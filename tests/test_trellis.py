@@ -3,6 +3,7 @@
 import base64
 import itertools
 import os
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def gaussian(*shape, seed=0):
 def values_of(state, code, rate):
     """The values of one state, in Python's integers."""
     if code == "look":
-        width, low, high, spread, packed = trellis_look.LOOKS[rate - 1]
+        width, low, high, spread, packed = astuple(trellis_look.LOOKS[rate - 1])
         table = base64.b85decode(packed)
         h = (state % 256) * low + (state // 256) * high
         first = h // 128 % 256 * 4 + (h // 2 % 2 * 2 if width == 2 else 0)
@@ -135,7 +136,11 @@ def test_native_paths_are_the_definition_s(bits, level, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec", ["trellis:bits=2", "trellis:bits=4,code=mcg", "trellis:bits=1,code=pair8"]
+    "spec",
+    [
+        *("trellis:bits=2", "trellis:bits=4,code=mcg", "trellis:bits=1,code=pair8"),
+        *("trellis:bits=1,code=look", "trellis:bits=3,code=look", "trellis:code=look"),
+    ],
 )
 def test_triton_paths_are_the_definition_s(spec):
     pytest.importorskip("triton")
@@ -143,12 +148,12 @@ def test_triton_paths_are_the_definition_s(spec):
 
     device = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
     fmt = get_format(spec)
-    table = fmt.table()[: 1 << 8]
+    table = fmt.table()[: 1 << max(8, 2 * fmt.bits)]
     x = gaussian(1, 12, fmt.width) * table.std()
     found = viterbi.paths(x.to(device), table, fmt, 3).cpu()
     want = plain_paths(x, table, fmt, 3)
     errors = [(table[path.long()] - x).square().sum() for path in (found, want)]
-    assert torch.equal(found >> fmt.bits, found.roll(1, 1) & (255 >> fmt.bits))
+    assert torch.equal(found >> fmt.bits, found.roll(1, 1) & (len(table) - 1 >> fmt.bits))
     assert abs(errors[0] - errors[1]) < 1e-3 * errors[1]
 
 

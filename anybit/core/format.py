@@ -183,6 +183,10 @@ class Format:
         scale, row = grid["scale"].float(), grid.get("row_scale")
         return scale if row is None else scale * row
 
+    def tables(self) -> Grid:
+        """Numbers that belong to the format itself, by name; kernels get them behind the grid."""
+        return {}
+
     def row_factor(self, grid: Grid) -> Tensor | None:
         """The factor (N, 1) fp32 of `scales` beside grid["scale"]; None where there is none."""
         return grid.get("row_scale")

@@ -101,6 +101,16 @@ class Trellis(Format):
         numbers = embedding(state & (1 << STATE) - 1, self.table(codes.device))
         return tiles.from_sequences(numbers.flatten(1), len(codes))
 
+    @property
+    def look(self) -> trellis_look.Look:
+        """The constants of code=look."""
+        return trellis_look.LOOKS[self.rate - 1]
+
+    def tables(self) -> Grid:
+        """Of code=look the words, or halves of words, of its table."""
+        words = {4: torch.int32, 2: torch.int16}[self.width] if self.code == "look" else None
+        return {"look": self.look.table().view(words).flatten()} if words else {}
+
     def table(self, device: torch.device | None = None) -> Tensor:
         """The values (2**16, width) fp32 of all states."""
         return table(self.code, self.rate, device)
@@ -114,6 +124,14 @@ class Trellis(Format):
             x = s * 0xCBAC1FED
             first = lang.dot4(x, 0xC000405A, 128 - 11475) >> 8
             value = lang.pair(first, lang.dot4(x, 0x405A4000, 128 - 27795) >> 8)
+        elif self.code == "look":
+            h = (s & 255) * self.look.low + (s >> 8) * self.look.high
+            index = h >> 7 & 255
+            if self.width == 2:
+                index = index * 2 + (h >> 1 & 1)
+            flips = (h * self.look.spread >> 7 & 0x01010101) * 255
+            entry = lang.entry(at, 0, index).to(tl.uint32)
+            value = lang.of_steps(entry ^ flips, self.width)
         elif self.code == "mul1":  # in fp32, which rounds no product and no sum otherwise
             x = lang.dot4(s * 0x83DCD12D, 0x01010101, 1024).to(tl.float32)
             value = (x * 0.00676727294921875 - 10.3828125).to(tl.float16)

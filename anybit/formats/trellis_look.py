@@ -15,7 +15,7 @@ and four weights is a byte, as is one of 4 bits and two, so a state is two bytes
 """
 
 import base64
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from torch import Tensor
 GAINS = (1.16, 0.97, 0.94, 0.85)
 
 
-class Look(NamedTuple):
+@dataclass(frozen=True)
+class Look:
     """Constants of the hash, and the table.
 
     Attributes:
@@ -41,9 +42,16 @@ class Look(NamedTuple):
     spread: int
     packed: str
 
-    def hashes(self, states: Tensor) -> Tensor:
-        """States (S,) int64 -> 16 bits of each."""
-        return (states & 255) * self.low + (states >> 8) * self.high
+    def places(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """States (S,) int64 -> rows of the table (S,), and which numbers are complements.
+
+        Those are 1 where they are, else 0, (S, width).
+        """
+        h = (states & 255) * self.low + (states >> 8) * self.high
+        row = h >> 7 & 255
+        if self.width == 2:
+            row = row * 2 + (h >> 1 & 1)
+        return row, h[:, None] * self.spread >> 8 * torch.arange(self.width) + 7 & 1
 
     def table(self) -> Tensor:
         """(256, 4) or (512, 2) int8; complements make up the other half of each number."""
@@ -54,12 +62,8 @@ class Look(NamedTuple):
 def numbers(states: Tensor, rate: int) -> Tensor:
     """States (S,) int64 and bits a weight -> values (S, width)."""
     look = LOOKS[rate - 1]
-    h = look.hashes(states)
-    index = h >> 7 & 255
-    if look.width == 2:
-        index = index * 2 + (h >> 1 & 1)
-    signs = h[:, None] * look.spread >> 8 * torch.arange(look.width) + 7 & 1
-    return look.table()[index].long() ^ -signs
+    row, complement = look.places(states)
+    return look.table()[row].long() ^ -complement
 
 
 FOUR = (

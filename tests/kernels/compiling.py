@@ -83,6 +83,7 @@ def product(target: Target, scheme: str, folder: str = "") -> Made:
     layout = layout_of(fmt, activation)
     decode = lang.jit(type(fmt).triton_decode)
     number = {torch.uint8: "*u8", torch.float16: "*fp16", torch.float32: "*fp32"}
+    number |= {torch.int16: "*i16", torch.int32: "*i32"}
     kinds: dict[str, Any] = dict.fromkeys(("M", "N", "K", "PADDED", "PIECES", "X_STRIDE"), "i32")
     kinds |= {
         "x": "*i8" if layout.unit == 8 else "*fp16", "scale": "*fp16", "x_scale": "*fp32",
@@ -98,8 +99,14 @@ def product(target: Target, scheme: str, folder: str = "") -> Made:
     }  # fmt: skip
     if fmt.window:
         given = dict.fromkeys(("FIRST", "COUNT", "KEPT", "ZERO"), "i32")
-        given |= {"x": "*fp32", "ends": "*i32", "back": "*u8"}
+        given |= {"x": "*fp32", "ends": "*i32", "back": "*i16"}
+        given |= {"vectors": "*fp32", "which": "*i16"}
         fixed = {"PINNED": True, "LAYOUT": layout, "DECODE": decode, "STATE": fmt.window}
-        options = {"num_warps": viterbi.warps(fmt)}
-        built(Job("viterbi._forward", given, fixed | {"STEPS": 256}, target, options))
+        fixed |= {"STEPS": 256 // fmt.width, "WIDTH": fmt.width, "BITS": fmt.bits}
+        name, options = "viterbi._forward", {"num_warps": viterbi.warps(fmt)}
+        vectors = viterbi.distinct(fmt.table())[0] if fmt.width > 1 else None
+        if vectors is not None:
+            fixed["VECTORS"] = vectors.shape[1]
+            name, options = "viterbi._forward_looked_up", {"num_warps": viterbi.LOOKED_UP_WARPS}
+        built(Job(name, given, fixed, target, options))
     return built(Job("gemm.gemm", kinds, constants, target))

@@ -66,6 +66,8 @@ SCHEMES = [
     *("int5:zero@int8", "fp6@int8"),
     *("trellis:bits=3,code=pair8", "trellis:bits=1,code=mcg", "trellis:bits=3,code=mul1"),
     *("trellis:bits=5,code=3inst", "trellis@int8", "trellis:bits=4,code=pair8@int8"),
+    *("trellis:code=look", "trellis:bits=3,code=look", "trellis:bits=1,code=look@int8"),
+    "trellis:bits=4,code=look@int8",
     *(("int4@fp8", "fp8@fp8") if DEVICE == "cuda" else ()),  # the interpreter truncates to fp8
 ]
 

@@ -258,6 +258,8 @@ def _windows(words, first, n, K, LAYOUT: tl.constexpr):
     WORDS: tl.constexpr = 256 // WIDTH * BITS // 32  # of a sequence
     k = first + tl.arange(0, STEPS)[None, :] * WIDTH
     row, column = n[:, None] % 16, k % 16
+    if WIDTH == 4:  # of columns c, c + 1, c + 8 and c + 9
+        column = column // 2
     own = column % 2 + column // 8 * 2 + row // 8 * 4
     step = (row % 8 * 32 + column % 8 // 2 * 8 + own) // WIDTH
     end = (step + 1) * BITS  # counted in bits, high ones first

@@ -192,6 +192,26 @@ def lookup(at, I: tl.constexpr, index):
 
 
 @triton.jit
+def entry(at, I: tl.constexpr, index):
+    """Numbers `index` (N, positions) of table I, a grid tensor (entries,), as they are."""
+    return tl.load(at[GRID][I] + index)
+
+
+@triton.jit
+def of_steps(words, WIDTH: tl.constexpr):
+    """Bytes of the words of a sequence's steps, (N, steps) -> int8 (N, columns).
+
+    A step of four weights has columns c, c + 1, c + 8 and c + 9 of a tile; see `core/tiles.py`.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    COLUMNS: tl.constexpr = words.shape[1] * WIDTH
+    v = (words[:, :, None] >> (tl.arange(0, WIDTH) * 8)[None, None, :]).to(tl.int8)
+    if WIDTH == 4:
+        v = tl.permute(tl.reshape(v, (ROWS, COLUMNS // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(v, (ROWS, COLUMNS))
+
+
+@triton.jit
 def pair(first, second):
     """Values of neighbouring columns, (N, positions) each -> (N, 2 * positions)."""
     return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))

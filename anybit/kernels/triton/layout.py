@@ -130,8 +130,9 @@ class Layout:
 
     @cached_property
     def grid(self) -> tuple[tuple[str, Entry], ...]:
-        """Grid tensors but the scales, in the order in which kernels get them."""
-        entries = self.fmt.entries().items()
+        """Grid tensors but the scales, then the format's tables, as kernels get them."""
+        tables = {a: Entry(t.dtype, table=tuple(t.shape)) for a, t in self.fmt.tables().items()}
+        entries = (self.fmt.entries() | tables).items()
         return tuple((name, e) for name, e in entries if name not in ("scale", "row_scale"))
 
     @cached_property
@@ -204,8 +205,10 @@ def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
         out += _words(codes[:, :, book], layout, rows, k)
     padded_k = layout.granules(k) * layout.granule
     scale, factor = _scales(packed.format, packed.grid) if layout.factored else (None, None)
+    tables = {name: t.to(codes.device) for name, t in packed.format.tables().items()}
+    grid = packed.grid | tables | ({} if scale is None else {"scale": scale})
     for name, entry in (("scale", packed.format.entries()["scale"]), *layout.grid):
-        t = packed.grid[name] if scale is None or name != "scale" else scale
+        t = grid[name]
         if entry.table is None:  # (N, groups) -> (groups, N); padding is 0, a number like any other
             groups = -(-padded_k // entry.group) if entry.group else 1
             t = pad(t, (0, groups - t.shape[1], 0, rows - n)).T

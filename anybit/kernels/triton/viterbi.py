@@ -11,13 +11,17 @@ some middles. The lowest bits of a cost say which top
 bits it has, so a minimum finds both. The top bits go to memory, and a second kernel walks back
 through them for all sequences at once, since each of its steps waits for memory.
 
-Values of states are computed by the format's own `triton_decode`.
+Values of states are computed by the format's own `triton_decode`. Where several weights a step have
+few different vectors, each step computes the error of every vector once, and states look theirs up.
 """
+
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from anybit.core.format import Format
 from anybit.kernels.triton import lang
@@ -26,6 +30,8 @@ from anybit.kernels.triton.layout import Layout
 FAR = tl.constexpr(1e30)
 MOST = 60000.0  # a number that fp16 holds, and beyond the values of all codes
 MOST_BACK = 2 << 30  # bytes of top bits in memory at a time
+LOOKED_UP_WARPS = 16  # which hold 128 states a thread
+MOST_VECTORS = 1 << 12  # whose errors are computed one by one: 16 KB of shared memory
 
 
 @triton.jit(do_not_specialize=["FIRST", "COUNT", "KEPT", "ZERO"])
@@ -67,7 +73,7 @@ def _forward(
             first, second = _differences(held[v], tl.load(at + v))
             even_cost += first * first
             odd_cost += second * second
-        least, other = _least(even_cost, top), _least(odd_cost, top)
+        least, other = _least(even_cost, top, 1), _least(odd_cost, top, 1)
         if t >= COUNT - KEPT:
             which = (least & (TOPS - 1)) | (other & (TOPS - 1)) << 8
             tl.store(back + (t - COUNT + KEPT) * (ENDS // 2) + own, which.to(tl.int16))
@@ -76,6 +82,57 @@ def _forward(
         cost = cost.to(tl.float32, bitcast=True)
     if not PINNED:
         tl.store(ends + mine, tl.argmin(tl.reshape(cost, (ENDS,)), 0))
+
+
+@triton.jit(do_not_specialize=["FIRST", "COUNT", "KEPT"])
+def _forward_looked_up(
+    x, vectors, which, ends, back, FIRST, COUNT, KEPT,
+    PINNED: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    STATE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """`_forward` as a tile (top bits, half of what is left of a state), for steps of many bits.
+
+    vectors: (WIDTH, VECTORS) fp32, what states may stand for; VECTORS is a power of two. which:
+    (2**STATE,) int16, the vector of each state.
+    """
+    TOPS: tl.constexpr = 1 << BITS
+    MIDDLE: tl.constexpr = 1 << (STATE - 2 * BITS)
+    HALF: tl.constexpr = 1 << (STATE - BITS - 1)
+    mine = tl.program_id(0)
+    x += mine * (STEPS * WIDTH)
+    back += mine.to(tl.int64) * KEPT * HALF
+    top = tl.arange(0, TOPS)[:, None]
+    rest = tl.arange(0, HALF)
+    own = rest % (TOPS // 2) * MIDDLE + rest // (TOPS // 2)
+    held = tl.load(which.to(tl.pointer_type(tl.int32)) + top * HALF + rest[None, :])
+    cost = tl.zeros((TOPS, MIDDLE), tl.float32)
+    if PINNED:
+        end = top * MIDDLE + tl.arange(0, MIDDLE)[None, :]
+        cost = tl.where(end == tl.load(ends + mine), 0.0, FAR)
+    for t in range(COUNT):
+        at = x + (t + FIRST) % STEPS * WIDTH
+        error = tl.zeros((VECTORS,), tl.float32)
+        for v in tl.static_range(WIDTH):
+            d = tl.load(vectors + v * VECTORS + tl.arange(0, VECTORS)) - tl.load(at + v)
+            error += d * d
+        before = tl.reshape(
+            tl.broadcast_to(cost[:, :, None], (TOPS, MIDDLE, TOPS // 2)), (TOPS, HALF)
+        )
+        least = _least(before + _looked_up(error, held & 0xFFFF), top, 0)
+        other = _least(before + _looked_up(error, held >> 16), top, 0)
+        if t >= COUNT - KEPT:
+            tops = (least & (TOPS - 1)) | (other & (TOPS - 1)) << 8
+            tl.store(back + (t - COUNT + KEPT) * HALF + own, tops.to(tl.int16))
+        cost = tl.reshape(tl.join(least, other), (TOPS, MIDDLE)).to(tl.float32, bitcast=True)
+    if not PINNED:
+        tl.store(ends + mine, tl.argmin(tl.reshape(cost, (2 * HALF,)), 0))
+
+
+@triton.jit
+def _looked_up(error, at):
+    """Numbers of a vector at places (A, B)."""
+    COUNT: tl.constexpr = at.shape[0] * at.shape[1]
+    return tl.reshape(tl.gather(error, tl.reshape(at, (COUNT,)), 0), at.shape)
 
 
 @triton.jit
@@ -130,16 +187,17 @@ def _differences(held, x):
 
 
 @triton.jit
-def _least(cost, top):
-    """The least costs over the top bits, which are in their lowest bits: (pairs, middle) int32."""
+def _least(cost, top, AXIS: tl.constexpr):
+    """The least costs over the top bits, an axis, which are in their lowest bits: int32."""
     cost = cost.to(tl.int32, bitcast=True)
+    TOPS: tl.constexpr = top.shape[AXIS]
     if lang.NO_PTX:
-        marked = (cost & -top.shape[1]) | top
+        marked = (cost & -TOPS) | top
     else:  # compilers make two instructions of it
         marked = tl.inline_asm_elementwise(
-            _marked_asm(top.shape[1]), "=r,r,r", [cost, top], tl.int32, True, 1
+            _marked_asm(TOPS), "=r,r,r", [cost, top], tl.int32, True, 1
         )
-    return tl.min(marked, 1)
+    return tl.min(marked, AXIS)
 
 
 @triton.constexpr_function
@@ -171,7 +229,8 @@ def _walk(
 
 
 def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
-    """`anybit.kernels.viterbi.paths`, of formats whose steps have 1 or 2 weights."""
+    """`anybit.kernels.viterbi.paths`, of steps of 1 or 2 weights, or of few different vectors."""
+    vectors, which = distinct(table.to(x.device)) if fmt.width > 1 else (None, None)
     x = x.clamp(-MOST, MOST)
     n, steps, _ = x.shape
     state = (len(table) - 1).bit_length()
@@ -187,15 +246,32 @@ def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
         for pinned, first, count, kept in (
             (False, steps - lead, 2 * lead, lead), (True, 0, steps, steps)
         ):  # fmt: skip
-            _forward[grid](
-                given, own, back, first, count, kept, 0, PINNED=pinned, LAYOUT=Layout(fmt),
-                DECODE=lang.jit(type(fmt).triton_decode), STATE=state, STEPS=steps,
-                num_warps=warps(fmt),
-            )  # fmt: skip
+            if vectors is None:
+                _forward[grid](
+                    given, own, back, first, count, kept, 0, PINNED=pinned, LAYOUT=Layout(fmt),
+                    DECODE=lang.jit(type(fmt).triton_decode), STATE=state, STEPS=steps,
+                    num_warps=warps(fmt),
+                )  # fmt: skip
+            else:
+                _forward_looked_up[grid](
+                    given, vectors, which, own, back, first, count, kept, PINNED=pinned,
+                    VECTORS=vectors.shape[1], WIDTH=fmt.width, BITS=fmt.bits, STATE=state,
+                    STEPS=steps, num_warps=LOOKED_UP_WARPS,
+                )  # fmt: skip
             _walk[grid](
                 back, own, found, kept, WRITES=pinned, STATE=state, BITS=fmt.bits, num_warps=1
             )
     return out
+
+
+@lru_cache(8)
+def distinct(table: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`_forward_looked_up`'s vectors and which of a table (states, V); None if they are many."""
+    found, which = table.unique(dim=0, return_inverse=True)
+    if len(found) > MOST_VECTORS:
+        return None, None
+    size = 1 << (len(found) - 1).bit_length()
+    return pad(found, (0, 0, 0, size - len(found))).T.contiguous(), which.to(torch.int16)
 
 
 def warps(fmt: Format) -> int:
