@@ -29,6 +29,7 @@ OPTIONS = (
     "codebook:m=1,v=1,b=4,group=64",
     "trellis:bits=3,code=mcg",
     "trellis:bits=4,code=pair8",
+    "trellis:code=look",
 )
 NAMES = tuple(name for name, _ in known_formats() if name != "fp")
 SPECS = NAMES + OPTIONS

@@ -165,6 +165,10 @@ def test_triton_paths_are_the_definition_s(spec):
         ("trellis:bits=4", 0.0048),
         ("trellis:code=pair8", 0.0733),
         ("trellis:code=mcg", 0.0715),
+        ("trellis:bits=1,code=look", 0.278),
+        ("trellis:code=look", 0.0738),
+        ("trellis:bits=3,code=look", 0.0187),
+        ("trellis:bits=4,code=look", 0.0051),
     ],
 )
 def test_error_on_gaussian_weights(spec, most):
@@ -204,7 +208,9 @@ def test_chunks_of_rows_are_whole_tiles(monkeypatch):
     assert torch.equal(parts.dequantize(), whole.dequantize())
 
 
-@pytest.mark.parametrize("spec", ["trellis", "trellis:bits=3,code=pair8"])
+@pytest.mark.parametrize(
+    "spec", ["trellis", "trellis:bits=3,code=pair8", "trellis:bits=4,code=look"]
+)
 def test_gptq_lowers_the_output_s_error(spec):
     fmt, w = get_format(spec), gaussian(32, 96)
     x = gaussian(400, 96, seed=1) @ (gaussian(96, 96, seed=2) * 0.5 + torch.eye(96))
@@ -233,6 +239,7 @@ def test_what_is_out_of_range_is_refused():
         ("trellis:bits=9", "bits=9 is out of range; code=sum8 has 1 to 8 bits"),
         ("trellis:bits=0", "bits=0 is out of range"),
         ("trellis:bits=5,code=pair8", "code=pair8 has 1 to 4 bits"),
+        ("trellis:bits=5,code=look", "code=look has 1 to 4 bits"),
         ("trellis:code=mcq", "code=mcq is unknown; known: sum8, "),
         ("trellis:rate=2", "unknown option 'rate' .* known options: bits, code"),
     ):

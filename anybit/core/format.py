@@ -125,6 +125,8 @@ class Format:
             None when it is for weights alone. Quantizers smooth activation outliers for it.
         triton_decode: Method (at) -> values of a tile, written with `kernels/triton/lang.py`, that
             is compiled into every Triton kernel; None when there is none.
+        hashed: How states of a sequence look their values up in the table of `tables`, by which the
+            CPU kernels multiply (`core/tiles.py`); None where they do not.
         hopper_decode: Method (operand) -> the decoder for an operand of WGMMA or `mma.sync`
             ("int8", "float8_e4m3fn", "float16" or "bfloat16"), written with
             `kernels/cute/decode.py`, or the reason why there is none, in words; None when there is
@@ -147,6 +149,7 @@ class Format:
     lookup: ClassVar[str | None] = None
     made_for: ClassVar[str | None] = None
     triton_decode: ClassVar[Any] = None
+    hashed: ClassVar[Any] = None
     hopper_decode: ClassVar[Any] = None
 
     @property

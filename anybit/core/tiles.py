@@ -6,11 +6,30 @@ order of EXL3 too. Codes are stored in the order of the sequence, row by row of 
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SIDE = 16
+
+
+class Hashed(NamedTuple):
+    """How two bytes of a sequence look up the values of a step; see `formats/trellis_look.py`.
+
+    Attributes:
+        rate: Bits a weight.
+        width: Weights of a step, 2 or 4.
+        low: What the low byte is multiplied by.
+        high: What the high byte is.
+        spread: What their sum is multiplied by for signs.
+    """
+
+    rate: int
+    width: int
+    low: int
+    high: int
+    spread: int
 
 
 @cache

@@ -142,6 +142,13 @@ class Trellis(Format):
             value = low + (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
         return value
 
+    @property
+    def hashed(self) -> tiles.Hashed | None:
+        if self.code != "look":
+            return None
+        look = self.look
+        return tiles.Hashed(self.rate, look.width, look.low, look.high, look.spread)
+
     def hopper_decode(self, operand: str) -> Decoder | str:
         return decoder_of(self.code, self.rate, operand)
 

@@ -77,6 +77,7 @@ def test_layers_move_between_processors(
 
 def packed(spec: str, n: int = 32, k: int = K) -> Packed:
     fmt = anybit.get_format(spec)
+    n += -n % fmt.tile[0]
     k = {128: 640, 256: 768}.get(columns_of_a_group(spec), k // 64 * 64)
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02
     return anybit.quantize_tensor(w, fmt)
@@ -115,7 +116,9 @@ def test_tables_are_read_without_wide_look_ups(
 
 
 SMALL = ("int4:group=16", "int3:group=24,zero", "fp6:group=4", "int8:group=96")
+LOOKED_UP = tuple(f"trellis:bits={bits},code=look" for bits in (1, 2, 3, 4))
 TABLES = [s for s in SPECS + SMALL if not anybit.get_format(s).window]
+TABLES += LOOKED_UP
 
 
 @pytest.mark.parametrize(("spec", "dtype"), pairs(TABLES, list(EPS)), ids=str)
@@ -144,7 +147,7 @@ def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype
 
 PRODUCTS = [
     "int3", "int4:group=32", "int4:group=128,zero", "int5:zero", "int7", "int8", "fp6", "fp8",
-    "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL,
+    "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL, *LOOKED_UP,
 ]  # fmt: skip
 
 
@@ -156,10 +159,10 @@ def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
     k = weight.shape[1]
     for m in [(1, 5), (2, 11), (3, 4)][PRODUCTS.index(spec) % 3]:
         dtype = list(EPS)[m % 3]
-        check(tokens(m, k, dtype), weight, None, tokens(1, 19)[0])
+        check(tokens(m, k, dtype), weight, None, tokens(1, weight.shape[0])[0])
 
 
-INT8 = ["int2", "int4", "int8", "liquid", "liquid:group=16"]
+INT8 = ["int2", "int4", "int8", "liquid", "liquid:group=16", *LOOKED_UP[1:3]]
 
 
 @pytest.mark.parametrize(("spec", "level"), pairs(INT8, EVERY, 2), indirect=["level"], ids=named)

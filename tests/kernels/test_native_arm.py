@@ -99,7 +99,8 @@ def test_objects_of_linux_and_macos(
     name: str, triple: str, magic: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     level, texts = choose(name, monkeypatch)
-    for spec in ("int3:group=16,zero", "fp6", "fp8", "codebook:m=2,v=8,group=128"):
+    tables = ("int3:group=16,zero", "fp6", "fp8", "codebook:m=2,v=8,group=128")
+    for spec in (*tables, "trellis:code=look"):
         weight = packed(spec, 8)
         for m in (1, 5):
             x = tokens(m, weight.shape[1], torch.bfloat16)

@@ -19,7 +19,8 @@ TARGETS = {
     ("hip", "gfx942", 64): "v_mfma", ("hip", "gfx1100", 32): "v_wmma",
 }  # fmt: skip
 SCHEMES = (
-    "int4:group=128", "fp6", "q4_k", "liquid@int8", "trellis", "trellis:bits=3,code=pair8@int8"
+    "int4:group=128", "fp6", "q4_k", "liquid@int8", "trellis", "trellis:bits=3,code=pair8@int8",
+    "trellis:bits=4,code=look@int8",
 )  # fmt: skip
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "add_a_format.md"
 

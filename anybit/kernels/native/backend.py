@@ -28,6 +28,7 @@ from anybit.kernels.native.decode import Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
 from anybit.kernels.native.layout import blocks_of, lay_out
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
+from anybit.kernels.native.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ MANY = 512  # activations whose sums fit into the cache beside a tile
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31
 SERIAL = 1 << 18  # products that one thread makes sooner than two would be woken
 SECTION = 1 << 10  # bytes of a table
+# Of `table.Table.facts`: whole numbers of 8 bits from -128 on, a scale a row.
+WHOLE = (8, -128, 0, 0, 1, 0, 0, probing.NONE, 0)
 SECTIONS = (  # kinds of operands, dtypes of activations
     ("bf16", torch.bfloat16),
     ("fp32", torch.bfloat16),
@@ -63,7 +66,8 @@ def refuse(layer: LayerSpec) -> str | None:
 @cache
 def _refuse_format(fmt: Format, k: int) -> str | None:
     if fmt.window:
-        return "a weight depends on neighbouring codes, which its tables of values cannot express"
+        reason = "a weight depends on neighbouring codes, which its tables of values cannot express"
+        return reason if fmt.hashed is None else None
     vectors = _is_vectors(fmt)
     if vectors and (fmt.width > RUN or RUN % fmt.width):
         return f"vectors of {fmt.width} weights do not lie on borders of {RUN}"
@@ -98,6 +102,11 @@ def prepare(
     level = isa()
     assert level is not None
     fmt, (_, k) = packed.format, packed.shape
+    if fmt.hashed:
+        row, (words,) = packed.grid["scale"].float().flatten(), fmt.tables().values()
+        none = torch.empty(0, dtype=torch.float16)
+        layout = torch.tensor(WHOLE), Steps(fmt.hashed).lay_out(packed), none, none, row, words
+        return Prepared(fmt, packed.shape, activation, layout, dtype)
     try:
         table = probing.probe(packed)
     except probing.NoTable as error:
@@ -203,8 +212,10 @@ def _product(
     operand = _operand(facts, activation, dtype, level)
     vectors = _is_vectors(fmt)
     one = _codes(facts, dtype)
-    codes: Codes | Vectors = one
-    if vectors:
+    codes: Codes | Vectors | Steps = one
+    if fmt.hashed:
+        codes = Steps(fmt.hashed)
+    elif vectors:
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
     quantized, to = activation is not None, activations.DTYPES[dtype]
     table = 0

@@ -13,6 +13,7 @@ The bits of a code are put together in any order that is cheap, since the table 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,24 @@ def place(run: int, width: int) -> int:
     return run // 2 * width + 8 * (run % 2)
 
 
+class Rows:
+    """Codes whose rows lie one after the other, `block_bytes` for each block."""
+
+    @property
+    def block_bytes(self) -> int:
+        raise NotImplementedError
+
+    def table(self, f: Function, operand: Operand, memory: Value) -> "Table":
+        assert isinstance(self, Codes | Vectors)
+        return Table(f, self, operand, memory)
+
+    def row(self, f: Function, table: Any, row: Value, blocks: Value) -> Value:
+        """Bytes before the first block of a row."""
+        return row * (blocks * self.block_bytes)
+
+
 @dataclass(frozen=True)
-class Codes:
+class Codes(Rows):
     """How codes of `bits` bits become numbers.
 
     first: where the table is first, first + 1, ...: whole numbers in steps of 1, which need no
@@ -163,7 +180,7 @@ class Codes:
 
 
 @dataclass(frozen=True)
-class Vectors:
+class Vectors(Rows):
     """Codes that stand for `width` weights each, sums of the vectors of `books` codes.
 
     They lie one after the other, in bytes or in 16-bit words where `bits` is 16. The table is
@@ -377,25 +394,34 @@ class Table:
             return f.cast("sitofp", index(True) + self.first, self.operand.vector)
         if self.way == "registers":
             return self._look(f, index(False), instructions.look_up_floats)
-        at = index(True)
-        total = Value(f, "poison", self.operand.vector)
-        for i in range(ir.lanes(at.kind)):
-            place = f.cast("zext", f.lane(at, i), ir.I64) << 2
-            one = f.load(F32, self.memory, place, align=4)
-            total = f.emit(
-                f"insertelement {total.kind} {total.text}, float {one.text}, i32 {i}", total.kind
-            )
-        return total
+        return loaded(f, self.memory, index(True), F32)
 
     def _look(self, f: Function, at: Value, one: Callable[..., list[Value]]) -> Value:
-        """Numbers at indices whose highest bits no instruction sees, but a choice does."""
-        found = one(f, self.parts, at)
-        bit = self.bits - (len(found).bit_length() - 1)
-        while len(found) > 1:
-            high = f.compare("ne", at & (1 << bit), f.zero(at.kind))
-            found = [f.select(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
-            bit += 1
-        return found[0]
+        """Numbers at indices."""
+        return chosen(f, one(f, self.parts, at), at, self.bits)
+
+
+def chosen(f: Function, found: list[Value], at: Value, bits: int) -> Value:
+    """Numbers at indices of so many bits, whose highest no instruction saw: of each part, one."""
+    bit = bits - (len(found).bit_length() - 1)
+    while len(found) > 1:
+        high = f.compare("ne", at & (1 << bit), f.zero(at.kind))
+        found = [f.select(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+        bit += 1
+    return found[0]
+
+
+def loaded(f: Function, memory: Value, at: Value, kind: str) -> Value:
+    """Numbers of 32 bits at indices, one after the other from memory."""
+    count = ir.lanes(at.kind)
+    total = Value(f, "poison", vec(count, kind))
+    for i in range(count):
+        place = f.cast("zext", f.lane(at, i), ir.I64) << 2
+        one = f.load(kind, memory, place, align=4)
+        total = f.emit(
+            f"insertelement {total.kind} {total.text}, {kind} {one.text}, i32 {i}", total.kind
+        )
+    return total
 
 
 def short(f: Function, numbers: Value) -> Value:

@@ -6,13 +6,15 @@ activations are as many vectors of partial sums, which are added up at the end o
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import Codes, Table, Vectors
+from anybit.kernels.native.decode import Codes, Vectors
 from anybit.kernels.native.gemv import scales_at
 from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import BLOCK, Operand
+from anybit.kernels.native.steps import Steps
 
 NAMES = (
     "next", "slot", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
@@ -32,7 +34,7 @@ def rows(isa: Isa) -> int:
 class Tile:
     """What a tile's decoding is compiled for; see `gemv.Few`."""
 
-    codes: Codes | Vectors
+    codes: Codes | Vectors | Steps
     operand: Operand
     group: int
     form: str
@@ -67,14 +69,15 @@ def _decode(spec: Tile) -> Function:
     f = Function("decode", [PTR, I64, I64, I64, PTR, I64])
     args = Arguments(f, NAMES)
     _, row, first, last, out, stride = f.arguments
-    table = Table(f, spec.codes, operand, args.pointer("table"))
+    table: Any = spec.codes.table(f, operand, args.pointer("table"))
     groups = BLOCK // spec.group if spec.group else 0  # of a block
     many = max(1, groups // operand.units)  # of a unit
     blocks = args.number("blocks")
     vectors = operand.units * operand.vectors
+    w = f.at(args.pointer("w"), spec.codes.row(f, table, row, blocks))
     with f.loop(first, last) as b:
         here = row * blocks + b
-        codes, to = f.at(args.pointer("w"), here * step), f.at(out, (b - first) * vectors * stride)
+        codes, to = f.at(w, b * step), f.at(out, (b - first) * vectors * stride)
         for i in range(0, step, 64):
             f.prefetch(codes, 1024 + i)
         for unit in range(operand.units):

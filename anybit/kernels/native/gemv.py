@@ -6,11 +6,13 @@ product is that of the reference: numbers of the activation's dtype, scales and 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import Codes, Table, Vectors
+from anybit.kernels.native.decode import Codes, Vectors
 from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.operand import BLOCK, Operand
+from anybit.kernels.native.steps import Steps
 
 NAMES = (
     "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
@@ -35,7 +37,7 @@ class Few:
         wide: whether scales and offsets are fp32, not fp16.
     """
 
-    codes: Codes | Vectors
+    codes: Codes | Vectors | Steps
     operand: Operand
     group: int
     form: str
@@ -61,7 +63,7 @@ class _Rows:
         self.args = args = Arguments(f, NAMES)
         operand, step = spec.operand, spec.codes.block_bytes
         blocks, n = args.number("blocks"), args.number("n")
-        self.table = Table(f, spec.codes, operand, args.pointer("table"))
+        self.table: Any = spec.codes.table(f, operand, args.pointer("table"))
         self.per_block = BLOCK // spec.group if spec.group else 0
         self.groups = blocks * self.per_block
         self.scales = f.allocate(F32, MOST_GROUPS + 16) if spec.group else None
@@ -72,7 +74,7 @@ class _Rows:
             f.loop(first, last) as r,
         ):
             tails = self._read_scales(r)
-            w = f.at(args.pointer("w"), r * (blocks * step))
+            w = f.at(args.pointer("w"), spec.codes.row(f, self.table, r, blocks))
             totals = [f.variable(zero) for _ in range(spec.m)]
             with f.loop(0, blocks) as b:
                 codes, x = f.at(w, b * step), f.at(args.pointer("x"), b * x_step)
