@@ -27,7 +27,8 @@ from anybit.core.format import Format, Grid, register
 from anybit.core.groups import divisor, groups_of, store_scale
 from anybit.errors import InvalidInput
 from anybit.formats import trellis_look
-from anybit.formats.trellis_decoder import decoder_of
+from anybit.formats.look_decoder import LookDecoder
+from anybit.formats.trellis_decoder import TrellisDecoder, decoder_of
 from anybit.kernels.between import of
 from anybit.kernels.cute.decode import Decoder
 
@@ -150,7 +151,8 @@ class Trellis(Format):
         return tiles.Hashed(self.rate, look.width, look.low, look.high, look.spread)
 
     def hopper_decode(self, operand: str) -> Decoder | str:
-        return decoder_of(self.code, self.rate, operand)
+        kind = LookDecoder if self.code == "look" else TrellisDecoder
+        return decoder_of(kind, self.code, self.rate, operand)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ SUMS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
     "pair8": (0xCBAC1FED, (0xC000405A, 0x405A4000), (128 * 257 - 11475, 128 * 257 - 27795)),
     "mul1": (0x83DCD12D, (0x01010101, 0x01010101), (0x6400, 0x6400)),  # fp16's exponent of 1024
 }
-MIDDLE = {"sum8": 127, "pair8": 128}  # what bytes of whole values are too large by
+MIDDLE = {"sum8": 127, "pair8": 128, "look": 128}  # what bytes of whole values are too large by
 PAIRS = {"pair8": 2}  # weights of a step
 
 
@@ -105,20 +105,19 @@ class TrellisDecoder(HalfDecoder):
         return self.instructions / PLANE[self.slot]
 
     @property
-    def hidden(self) -> float:  # type: ignore[override]
-        return 1.0 if self.slot == 16 else 0.4  # products that decode wait for others
+    def width(self) -> int:
+        """Weights of a step."""
+        return PAIRS.get(self.code, 1)
 
     @property
     def step(self) -> int:
         """Bits of a step."""
-        return self.bits * PAIRS.get(self.code, 1)
+        return self.bits * self.width
 
     @cached_property
     def instructions(self) -> int:
         """About as many, if a line's bytes are in two words at most."""
-        plan = windows(self.bits, self.step)
-        lines, shifts = {w.line for w in plan}, {w[:2] for w in plan if w.left}
-        tile = len(lines) * (2 if self.bits in (1, 3) else 1) + len(shifts) + 2 * len(plan)
+        tile = self.finding + 2 * RUN // self.width
         tile += 2 * RUN if self.code in HALVES else RUN if self.slot == 16 else 2  # sums
         if self.slot == 8:
             tile += 6  # packed
@@ -128,12 +127,18 @@ class TrellisDecoder(HalfDecoder):
             tile += RUN // 2 * 3
         return TILES * tile + min(self.bits, TILES)
 
+    @property
+    def finding(self) -> int:
+        """Instructions that bring a tile's windows to whole bytes of a word."""
+        plan = windows(self.bits, self.step)
+        lines, shifts = {w.line for w in plan}, {w[:2] for w in plan if w.left}
+        return len(lines) * (2 if self.bits in (1, 3) else 1) + len(shifts)
+
     # What is stored.
 
     def stored(self, codes: Tensor) -> Tensor:
-        width = PAIRS.get(self.code, 1)
-        steps = tiles.cut(codes, tiles.SIDE // width)
-        shifts = torch.arange(width - 1, -1, -1, device=codes.device) * self.bits
+        steps = tiles.cut(codes, tiles.SIDE // self.width)
+        shifts = torch.arange(self.width - 1, -1, -1, device=codes.device) * self.bits
         each = (steps[..., None] >> shifts) & (1 << self.bits) - 1
         return tiles.from_sequences(each.flatten(1), len(codes))
 
@@ -165,29 +170,43 @@ class TrellisDecoder(HalfDecoder):
     def previous(self, words: list[Word]) -> list[dict[int, Word]]:
         """Words, by number, of the lanes that hold the first and the second byte before each."""
         if self.bits == 1:
-            return [from_before(words, [0], lanes) for lanes in (2, 1)]
+            return [self.from_before(words, [0], lanes) for lanes in (2, 1)]
         ends = (tile * self.bits - i for tile in range(1, TILES + 1) for i in (2, 1))
-        found = from_before(words, sorted({at // 4 for at in ends}), 1)
+        found = self.from_before(words, sorted({at // 4 for at in ends}), 1)
         return [found, found]
+
+    def from_before(self, words: list[Word], wanted: list[int], lanes: int) -> dict[int, Word]:
+        """Some of the words as the lane so many before this one in the sequence has them."""
+        source = self.before(lane(words[0]), lanes)
+        return {i: from_lane(words[i], source) for i in wanted}
+
+    def before(self, mine: Word, lanes: int) -> Word:
+        return (mine + (LANES - lanes)) & LANES - 1
 
     def states(self, words: list[Word], previous: list[dict[int, Word]], tile: int) -> list[Word]:
         """The states of the lane's steps in a tile: 16 bits, zeros above."""
+        found = self.lines(words, previous, tile)
+        return [bytes_of(line, 0x4400 | low + 1 << 4 | low) for line, low in found]
+
+    def lines(
+        self, words: list[Word], previous: list[dict[int, Word]], tile: int
+    ) -> list[tuple[Word, int]]:
+        """The same states as two bytes of a word: the word, and the lower one's number."""
         rate = self.bits
         places: list[tuple[Word, int]] = []
         for i in range(-STATE_BYTES, rate):
             at = tile * rate + (i if i >= 0 else max(rate + i, 0))
             source = words[at // 4] if i >= 0 else previous[i + STATE_BYTES][at // 4]
             places.append((source, 3 - at % 4))
-        lines: dict[int, Word] = {}
+        whole: dict[int, Word] = {}
         shifted: dict[tuple[int, int], Word] = {}
         out = []
         for at, left, byte in windows(rate, self.step):
-            if at not in lines:
-                lines[at] = line(places[at : at + 4])
+            if at not in whole:
+                whole[at] = line(places[at : at + 4])
             if (at, left) not in shifted:
-                shifted[at, left] = lines[at] << left if left else lines[at]
-            low = STATE_BYTES - byte
-            out.append(bytes_of(shifted[at, left], 0x4400 | low + 1 << 4 | low))
+                shifted[at, left] = whole[at] << left if left else whole[at]
+            out.append((shifted[at, left], STATE_BYTES - byte))
         return out
 
     def values(self, states: list[Word]) -> list[Word]:
@@ -250,12 +269,6 @@ def where(zero: Word, weights: int | Word) -> Word:
     return (((zero & 31) + 0xFFFFFFFF) >> 31) * weights
 
 
-def from_before(words: list[Word], wanted: list[int], lanes: int) -> dict[int, Word]:
-    """Some of the words as the lane so many before this one has them."""
-    source = (lane(words[0]) + (LANES - lanes)) & LANES - 1
-    return {i: from_lane(words[i], source) for i in wanted}
-
-
 def line(places: list[tuple[Word, int]]) -> Word:
     """Bytes (word, byte), the highest first; what is left below three is anything."""
     sources = list(dict.fromkeys(word for word, _ in places))
@@ -281,19 +294,17 @@ def four_bytes(values: list[Word]) -> Word:
     return bytes_of(bytes_of(a, 0x51, b), 0x5410, bytes_of(c, 0x51, d))
 
 
-def decoder_of(code: str, rate: int, operand: str) -> Decoder | str:
+def decoder_of(kind: type[TrellisDecoder], code: str, rate: int, operand: str) -> Decoder | str:
     """The decoder of a code with so many bits a weight, or the reason why there is none."""
     places = tuple(range(rate))
-    if code not in SUMS and code not in HALVES:
-        return f"code={code} has no decoder to registers of tensor cores"
     if operand == "int8":
         if code not in MIDDLE:
             return f"the values of code={code} are no whole numbers; it takes 16-bit activations"
-        return TrellisDecoder("uint8", places, middle=MIDDLE[code], code=code)
+        return kind("uint8", places, middle=MIDDLE[code], code=code)
     if operand not in MANTISSA:
         return "trellis codes have no decoder to fp8"
     if code not in MIDDLE:
-        return TrellisDecoder(operand, places, code=code)
+        return kind(operand, places, code=code)
     shift = BIAS[operand] - 1 + MANTISSA[operand]
     lift = min(shift, LIFT[operand])
-    return TrellisDecoder(operand, places, shift=shift, lift=lift, center=MIDDLE[code], code=code)
+    return kind(operand, places, shift=shift, lift=lift, center=MIDDLE[code], code=code)

@@ -89,7 +89,7 @@ class Emulated:
         counters = torch.zeros(grid, dtype=torch.int32)
         arguments = [
             self.used(codes),
-            *(array(t) for t in layout),
+            *(array(t) for t in [*layout, None][:4]),
             *(self.used(t) for t in (scale, sums, bias, y)),
             *(array(t) for t in (work, counters, starts)),
             *(m, n, k, 0 if starts is None else len(starts) - 1),
@@ -106,7 +106,8 @@ class Emulated:
             n = len(layout[0]) * 128
             y = torch.zeros(*layout[0].shape[:2], 128 * 128, dtype=torch.uint8)
         grid = tiles.copy_grid(self.kernel.tile, n, k)
-        arguments = [0, *(array(t) for t in layout), 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
+        given = (array(t) for t in [*layout, None][:4])
+        arguments = [0, *given, 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y
 

@@ -17,7 +17,7 @@ from anybit.formats.minifloat import Minifloat
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import K_TILE, MANTISSA, Decoder, decoder, number
-from anybit.kernels.cute.lang import Word, planes, tiling
+from anybit.kernels.cute.lang import Table, Word, planes, tiling
 from anybit.kernels.cute.pack import REGISTERS, ROWS, fragment, pack
 from anybit.kernels.reference import operand_weight
 from tests.needs import pairs
@@ -27,6 +27,7 @@ OPERANDS = ("int8", "float16", "bfloat16", "float8_e4m3fn")
 TRELLIS = (
     *(f"trellis:bits={bits}" for bits in (1, 3, 4, 5, 6, 7, 8)),
     *(f"trellis:bits={bits},code=pair8" for bits in (1, 2, 3)),
+    *(f"trellis:bits={bits},code=look" for bits in (1, 2, 3, 4)),
     "trellis:bits=1,code=mul1",
     "trellis:bits=4,code=3inst",
 )
@@ -74,6 +75,8 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
     grid = grid.reshape(tiles, k_tiles, 2, 32, d.entries, d.grid_words)
     t = np.arange(128)
     pair = t // 32 * 8 + t % 32 // 4
+    words_of_table = d.table()
+    looked_up = [] if words_of_table is None else [Table(words_of_table.numpy().view(np.uint32))]
     out = []
     for half in range(2):
         codes = [Word(words[..., half, i].view(np.uint32).copy()) for i in range(d.bits)]
@@ -82,7 +85,7 @@ def emulate(blobs: torch.Tensor, d: Decoder) -> torch.Tensor:
             d.constants([Word(grid[:, :, :, pair, e, i].copy()) for i in range(d.grid_words)])
             for e in range(first, last)
         ]
-        registers = np.stack([r.bits for r in d.registers(codes, constants)], -1)
+        registers = np.stack([r.bits for r in d.registers(codes, constants, *looked_up)], -1)
         out.append(torch.from_numpy(registers.view(np.int32).copy()))
     bits = torch.stack(out, -2)  # tile, K tile, warpgroup, thread, half, register
     values = bits.view(getattr(torch, d.operand)).to(torch.float64)

@@ -61,7 +61,8 @@ def chip_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Chip:
 
 
 SCALAR = [scheme for scheme in HOPPER if parse_scheme(scheme)[0].lookup is None]
-SCALAR += ["trellis", "trellis:bits=4,code=pair8@int8", "int5:group=128@int8", "int8:group=32@int8"]
+SCALAR += ["trellis", "trellis:code=look", "trellis:code=look@int8", "trellis:bits=3,code=look"]
+SCALAR += ["trellis:bits=4,code=pair8@int8", "int5:group=128@int8", "int8:group=32@int8"]
 
 
 def test_instructions_by_format() -> None:
@@ -200,14 +201,19 @@ def test_weights_are_copied_for_many_tokens() -> None:
     assert way.copy in built(trellis.spec)
 
 
-def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+BOTH = ["trellis:bits=1", "trellis:bits=1,code=look"]  # without and with a table
+
+
+@pytest.mark.parametrize("spec", BOTH)
+def test_a_copy_is_multiplied_by_the_library(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import anybit
 
-    packed = anybit.quantize_tensor(torch.randn(144, 128), "trellis:bits=1")
+    packed = anybit.quantize_tensor(torch.randn(144, 128), spec)
     prepared = backend.prepare(packed, None, HALF)
     seen: list[Any] = []
 
     def decoded(x: torch.Tensor, kernel: Any, given: Any) -> torch.Tensor:
+        assert [*map(id, given.layout[3:])] == [*map(id, prepared.layout[3:])]
         seen.append((kernel.tile.kind, kernel.output, given.shape, len(given.layout[0])))
         return packed.dequantize()[len(seen) * 128 - 128 :][: given.shape[0]].half()
 
@@ -221,10 +227,13 @@ def test_a_copy_is_multiplied_by_the_library(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
 
 
-def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", BOTH)
+def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import anybit
 
-    packed = anybit.quantize_tensor(torch.randn(16, 128), "trellis:bits=1")
+    packed = anybit.quantize_tensor(torch.randn(16, 128), spec)
     prepared = backend.prepare(packed, "int8", HALF)
     copy, seen = torch.zeros(2, 1, 128 * 128, dtype=torch.uint8), []
     launcher = SimpleNamespace(launch=lambda values, *rest: seen.append(dict(values)))
@@ -238,8 +247,10 @@ def test_a_copy_in_bytes_is_multiplied_by_the_main_loop(monkeypatch: pytest.Monk
         codes, torch.ones(100), codes.sum(1).int(), prepared, None, torch.float16
     )
     names = "w", "row_scale", "row_zero"
-    layout = copy, *prepared.layout[1:]
+    layout = copy, *prepared.layout[1:3]
     assert [seen[0][name] for name in names] == [tensor.data_ptr() for tensor in layout]
+    table = prepared.layout[3] if "look" in spec else None
+    assert seen[0]["table"] is table
 
 
 def test_stages_of_half_a_k_tile_are_for_kernels_that_give_them_back() -> None:

@@ -46,6 +46,8 @@ CASES = [
     ("q4_k", BRAIN, Tile(8, ctas=2), (8, 128, 256)),
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384)),
     ("trellis@int8", BRAIN, Tile(128, stages=2), (9, 144, 256)),
+    ("trellis:code=look@int8", BRAIN, Tile(16, ctas=2, split=2), (11, 144, 256)),
+    ("trellis:bits=3,code=look", HALF, Tile(16, ctas=2), (11, 144, 128)),
 ]
 if EVERY_KERNEL:
     CASES += [
@@ -96,7 +98,7 @@ if EVERY_KERNEL:
     EXPERTS += [("int4:group=64", 48), ("liquid@int8", 160)]
 
 
-CODES = ("sum8", "pair8", "mul1", "mcg", "3inst")
+CODES = ("sum8", "pair8", "look", "mul1", "mcg", "3inst")
 READ = ["fp6", "trellis"]
 if EVERY_KERNEL:
     READ += [f"trellis:bits={bits}" for bits in (1, 3, 4, 5, 6, 7, 8)]
@@ -146,7 +148,7 @@ class Emulated:
         arguments = [
             TensorMap(rows, self.tile.tokens, size, in_use=True),
             0,
-            *(array(t) for t in prepared[:3]),
+            *(array(t) for t in [*prepared, None][:4]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
             *(in_use(t) for t in (y.view(-1)[first:], starts, work, counters)),

@@ -44,7 +44,12 @@ CASES: list[Case] = [
     ("trellis:code=pair8", BRAIN, NARROW, (3, 32, 128), 0, "sm_80", False),
     ("trellis", BRAIN, CROWDED, (2, 16, 768), 0, "sm_90", True),
     ("trellis@int8", HALF, CROWDED, (7, 16, 256), 0, "sm_80", False),
-]
+    ("trellis:code=look@int8", BRAIN, NARROW, (5, 48, 768), 0, "sm_90", True),
+    ("trellis:bits=3,code=look@int8", HALF, Tile(16, 1, 5, 3, kind="narrow"), (9, 32, 256), 0,
+     "sm_80", False),
+    ("trellis:bits=4,code=look", BRAIN, CROWDED, (2, 16, 768), 0, "sm_80", False),
+    ("trellis:bits=1,code=look", HALF, Tile(32, 2, 4, 3), (17, 144, 256), 3, "sm_86", False),
+]  # fmt: skip
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [
         "liquid@int8", "liquid:group=128@int8", "int8@int8", "int4@int8", "sparse@int8", "int8",
@@ -107,20 +112,23 @@ def check(case: Case, seeds: int = 2) -> None:
 
 def test_a_weight_is_decoded() -> None:
     """In fp16 and bf16, with what no whole tile covers."""
-    for scheme, dtype in (("fp6", HALF), ("int3:group=32,zero", BRAIN)):
+    for scheme, dtype, n in (
+        ("fp6", HALF, 72), ("int3:group=32,zero", BRAIN, 72), ("trellis:code=look", HALF, 80),
+    ):  # fmt: skip
         emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, DECODE))
-        packed = emulated.weight(72, 640)  # more K tiles than a CTA takes
-        y = emulated.decode(emulated.layout(packed), (72, 640))
+        packed = emulated.weight(n, 640)  # more K tiles than a CTA takes
+        y = emulated.decode(emulated.layout(packed), (n, 640))
         want = operand_weight(packed, dtype)
         assert (y.float() - want).abs().max() <= torch.finfo(dtype).eps * 1.51 * want.abs().max()
         if scheme == "fp6":
             assert torch.equal(y, packed.dequantize().to(dtype))
 
 
-def test_a_weight_is_decoded_to_bytes() -> None:
+@pytest.mark.parametrize("scheme", ["trellis@int8", "trellis:bits=3,code=look@int8"])
+def test_a_weight_is_decoded_to_bytes(scheme: str) -> None:
     """As the main loop takes weights of 8 bits."""
-    d = kernel_of("trellis@int8", HALF, DECODE).decoder
-    emulated = Emulated("trellis@int8", HALF, copy_kernel(d))
+    d = kernel_of(scheme, HALF, DECODE).decoder
+    emulated = Emulated(scheme, HALF, copy_kernel(d))
     packed = emulated.weight(128, 256)
     y = emulated.decode(emulated.layout(packed), (128, 256))
     want = pack_codes((packed.values() + d.middle).byte(), BYTES, REGISTERS)
@@ -157,6 +165,7 @@ EXPERTS = [  # scheme, tile, (N, K), tokens of each expert, CTAs
     ("int4:group=128", Tile(16, 2, 4, 2, kind="experts"), (40, 256), (2, 0, 17), 9),
     ("liquid@int8", Tile(8, 2, 4, 3, kind="few"), (72, 640), (0, 3, 0, 9, 0), 2),
     ("int4:group=64", Tile(8, 1, 8, 4, kind="few"), (24, 320), (1, 0, 2), 1),
+    ("trellis:code=look", Tile(8, 1, 4, 3, kind="few"), (32, 640), (1, 0, 2), 2),
 ]  # fmt: skip
 if EVERY_KERNEL:
     EXPERTS += [

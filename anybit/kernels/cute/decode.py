@@ -78,9 +78,9 @@ class Decoder:
 
     finishing = 0  # instructions of `finish`
     preparing = 0  # instructions of `constants`
-    hidden = 0.0  # part of decoding that Hopper's products of 256 tokens hide, where measured
     octaves = 1 << 10  # powers of two that the scales of a row may lie apart
-    table_bytes = 0  # of a table in shared memory, for `begin` of a main loop of its own
+    table_bytes = 0  # of a table in shared memory
+    arranges = False  # whether tokens of `mma.sync` may take another order instead of weights
 
     @property
     def bits(self) -> int:
@@ -151,6 +151,10 @@ class Decoder:
 
     def main_loop(self) -> Any:
         """Hopper's program for such operands, where it is not `hopper.gemm.Gemm`; needs the DSL."""
+        return None
+
+    def table(self) -> Tensor | None:
+        """(256,) int32: what `lang.Table` has, which `registers` gets then."""
         return None
 
     # What is stored.
@@ -234,6 +238,12 @@ class Decoder:
             gathered = self.gather(words, i)
             out.append(gathered ^ 0xFFFFFFFF if self.verbatim else self.finish(gathered, row))
         return out
+
+    def arrange(self, tokens: list[Word]) -> list[Word]:
+        """Where a decoder `arranges`: of four words of tokens, 64 columns, those that
+        `registers` wants if it is told so.
+        """
+        return tokens
 
     def gather(self, words: list[Word], i: int) -> Word:
         """Register i: the bits of its 2 or 4 codes, each in its place."""

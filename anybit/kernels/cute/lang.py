@@ -65,6 +65,29 @@ class Word:
         return Word(self._constant(value))
 
 
+class Table(NamedTuple):
+    """256 words in shared memory, each 32 times: a lane finds its copy in a bank of its own.
+
+    Attributes:
+        words: In a kernel, the table's address; (256,) uint32 where it is emulated.
+    """
+
+    words: Any
+
+    def word(self, hashed: Word) -> Word:
+        """The word whose number is in bits 7 to 14."""
+        if not hashed.emulated:
+            return Word(_dsl().look_up(self.words, hashed.bits, (lane(hashed) << 2).bits, 0x7F80))
+        return Word(self.words[hashed.bits >> np.uint32(7) & np.uint32(255)])
+
+    def half(self, hashed: Word) -> Word:
+        """Of this word the low half, or the high one if bit 1 is set; zeros above."""
+        if not hashed.emulated:
+            place = (lane(hashed) << 2).bits
+            return Word(_dsl().look_up(self.words, hashed.bits, place, 0x7F82))
+        return Word(self.word(hashed).bits >> (hashed.bits & np.uint32(2)) * np.uint32(8)) & 0xFFFF
+
+
 def _dsl() -> Any:
     """The instructions that have no operator in Python; imported inside a kernel only."""
     from anybit.kernels.cute import ptx
@@ -113,13 +136,17 @@ def mask_flip(word: Word, mask: int, flip: int) -> Word:
     return (word & mask) ^ flip
 
 
-def dot4(word: Word, weights: int, plus: int) -> Word:
-    """DP4A: the four bytes of `word` times the signed bytes of `weights`, added up, plus `plus`."""
+def dot4(word: Word, weights: int, plus: int, signed: bool = True) -> Word:
+    """DP4A: the four bytes of `word` times those of `weights`, added up, plus `plus`.
+
+    signed: Whether the weights are.
+    """
     if not word.emulated:
-        return Word(_dsl().dp4a(word.bits, weights, plus))
+        return Word(_dsl().dp4a(word.bits, weights, plus, signed))
     total = np.full(word.bits.shape, plus, np.int64)
     for i in range(4):
-        weight = ((weights >> 8 * i & 255) ^ 128) - 128
+        weight = weights >> 8 * i & 255
+        weight = (weight ^ 128) - 128 if signed else weight
         total += (word.bits >> np.uint32(8 * i) & np.uint32(255)).astype(np.int64) * weight
     return Word(total.astype(np.uint32))
 

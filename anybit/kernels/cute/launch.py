@@ -16,21 +16,23 @@ from anybit.kernels.cute.driver import CARVEOUT, Launcher
 from anybit.kernels.cute.jit import KernelSpec, built
 
 # Of the products of `kernels/mma`, of which not all read `work` and what follows it: tokens x and
-# blobs w; scales and zero points of rows; scales and sums of quantized tokens; a bias in the dtype
-# of y; a workspace and counters where sums of CTAs meet; where the tokens of each expert start.
+# blobs w; scales and zero points of rows; a table that weights are looked up in; scales and sums of
+# quantized tokens; a bias in the dtype of y; a workspace and counters where sums of CTAs meet;
+# where the tokens of each expert start.
 ProductArguments = namedtuple(
     "ProductArguments",
-    "x w row_scale row_zero token_scale token_sum bias y work counters starts m n k experts",
+    "x w row_scale row_zero table token_scale token_sum bias y work counters starts m n k experts",
 )
 
 # Of weights in 16 bits as they come, with so many rows. n: outputs of a token, with padding.
 PlainArguments = namedtuple("PlainArguments", "x w bias y m n k rows")
 
-# Of Hopper's main loop, likewise. row_zero: for look-ups, the codebook. stride: from a token's
-# outputs to the next token's, of which these n may be some.
+# Of Hopper's main loop, likewise; a table may be a codebook. stride: from a token's outputs to the
+# next token's, of which these n may be some.
 GemmArguments = namedtuple(
     "GemmArguments",
-    "x w row_scale row_zero token_scale token_sum bias y starts work counters m n stride k experts",
+    "x w row_scale row_zero table token_scale token_sum bias y starts work counters m n stride k "
+    "experts",
 )
 
 # Of products of codebooks. cluster: CTAs of a cluster, 1 where there are none. splits: clusters

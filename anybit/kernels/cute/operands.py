@@ -54,18 +54,24 @@ def prepare_experts(
     blobs, *rows = zip(*(p.layout for p in parts), strict=True)
     # torch cannot join fp8 tensors; their bytes are the same.
     joined = torch.cat([b.view(torch.uint8) for b in blobs]).view(blobs[0].dtype)
-    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows)))
+    table = parts[0].layout[3:]  # one for all
+    return parts[0]._replace(layout=(joined, *(torch.cat(r) for r in rows[:2]), *table))
 
 
 def layout(packed: Packed, operand: str) -> list[Tensor]:
-    """[blobs (row tiles, K tiles, bytes), row scale fp32 and zero int32 (N padded,)]."""
+    """[blobs (row tiles, K tiles, bytes), row scale fp32 and zero int32 (N padded,)].
+
+    Decoders that look weights up have a table (256,) int32 behind them.
+    """
     d = decoder(packed.format, operand)
     if isinstance(d, str):
         raise InvalidInput(d)
     blobs = pack(packed, d, REGISTERS).view(getattr(torch, d.operand))
     missing = -packed.shape[0] % ROW_MULTIPLE
     rows = d.row_scale(packed), d.row_zero(packed).to(blobs.device)
-    return [blobs, *(torch.nn.functional.pad(r, (0, missing)).contiguous() for r in rows)]
+    padded = (torch.nn.functional.pad(r, (0, missing)).contiguous() for r in rows)
+    table = [] if (words := d.table()) is None else [words.to(blobs.device)]
+    return [blobs, *padded, *table]
 
 
 def operand_of(activation: str | None, dtype: torch.dtype) -> str:

@@ -1,6 +1,6 @@
 """Products as launches, of every family: outputs, workspace, parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ def multiply(
     x: Tensor,
     scale: Tensor | None,
     sums: Tensor | None,
-    layout: tuple[Tensor, ...],
+    layout: Sequence[Tensor],
     bias: Tensor | None,
     n: int,
     dtype: torch.dtype,
@@ -90,17 +90,18 @@ def multiply(
     Args:
         x: (M, K) as the tensor core takes it, contiguous.
         scale: (M,) fp32, and `sums` (M,) int32: of quantized activations.
-        layout: Blobs, scales of rows, zero points of rows or, for look-ups, the codebook.
+        layout: Blobs, scales of rows, zero points of rows; a table or a codebook, for look-ups.
         bias: (N,), or None.
         n: Outputs of a token, in `dtype`.
         launches: What is launched.
         starts: (experts + 1,) int32: where the tokens of each expert begin.
     """
-    (m, k), (w, row_scale, row_zero), wide = x.shape, layout, whole(n)
+    (m, k), (w, row_scale, row_zero, *table), wide = x.shape, layout, whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     bias = offsets(bias, wide, dtype)
-    values = {"x": x, "token_scale": scale, "token_sum": sums, "starts": starts, "m": m, "k": k,
-              "stride": wide, "experts": 0 if starts is None else len(starts) - 1}  # fmt: skip
+    values = {"x": x, "table": table[0] if table else None, "token_scale": scale,
+              "token_sum": sums, "starts": starts, "m": m, "k": k, "stride": wide,
+              "experts": 0 if starts is None else len(starts) - 1}  # fmt: skip
     for each in launches:
         first = each.first
         work, counters = meeting_place(each, x.device)

@@ -102,9 +102,11 @@ def mask_flip(word: Uint32, mask: int, flip: int, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
-def dp4a(word: Uint32, weights: int, plus: int, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """The sum of unsigned bytes times signed ones, plus a number."""
-    text = "dp4a.u32.s32 $0, $1, $2, $3;"
+def dp4a(
+    word: Uint32, weights: int, plus: int, signed: bool, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """The sum of unsigned bytes times others, which may be signed, plus a number."""
+    text = f"dp4a.u32.{'s' if signed else 'u'}32 $0, $1, $2, $3;"
     args = [Uint32(word), unsigned(weights), unsigned(plus)]
     return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
 
@@ -227,6 +229,23 @@ def load_shared(
     """n consecutive 32-bit words."""
     text = f"ld.shared{width(n)}.b32 {slots(0, n)}, [${n}+{offset}];"
     return several(n, kind, [Int32(address)], text, "r", fresh, {"loc": loc, "ip": ip})
+
+
+@dsl_user_op
+def look_up(
+    table: Int32, hashed: Uint32, place: Uint32, mask: int, *, loc: Any = None, ip: Any = None
+) -> Uint32:
+    """A word of a `lang.Table`, or a half where the mask has bit 1. place: of the lane, in a row.
+
+    By LOP3, since of two instructions ptxas adds the lane's place and the table's address first.
+    """
+    kind = "u16" if mask & 2 else "b32"
+    text = (
+        f"{{ .reg .b32 at; lop3.b32 at, $1, {mask}, $2, 0xea; add.u32 at, at, $3; "
+        f"ld.shared.{kind} $0, [at]; }}"
+    )
+    args = [Uint32(hashed), Uint32(place), Int32(table)]
+    return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
 
 
 @dsl_user_op

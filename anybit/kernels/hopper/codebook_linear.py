@@ -111,7 +111,7 @@ def multiply(
     if isinstance(found, CodebookLaunch):
         return products.multiply_codebook(aligned(x), prepared, bias, found)
     blocks, row_scale, *books = prepared.layout
-    layout = blocks, row_scale, books[dtype == torch.bfloat16]
+    layout = blocks, row_scale, row_scale, books[dtype == torch.bfloat16]  # no zero points
     return products.multiply(aligned(x), None, None, layout, bias, n, dtype, found)
 
 

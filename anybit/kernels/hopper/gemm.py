@@ -26,9 +26,11 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
+from anybit.kernels.cute.lang import Table
 from anybit.kernels.cute.launch import GemmArguments
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import TYPES
+from anybit.kernels.cute.table import load, store
 from anybit.kernels.hopper import tile_order
 from anybit.kernels.hopper.epilogue import Epilogue
 from anybit.kernels.hopper.launch import ARCHITECTURE
@@ -41,6 +43,7 @@ from anybit.kernels.hopper.tiles import EXPERT_WORDS
 from anybit.kernels.hopper.weight_words import Words
 
 # Registers of a producer and a consumer thread when four producer warps give theirs away.
+CONSUMERS = 256  # threads
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
@@ -71,7 +74,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         self.parts = K_TILE // tile.columns  # stages of a K tile
         self.batches = 2 * self.blocks // self.parts  # of products of a stage
         self.near = tile_order.NEAR // tile.tokens if tile.tokens >= 128 else 0  # token tiles
-        self.table_bytes = decoder.table_bytes
+        self.table_bytes, self.tables = decoder.table_bytes, ()
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
         self.products = Int32 if kernel.activation == "int8" else Float32
@@ -99,8 +102,9 @@ class Gemm(Order, Producer, Words, Epilogue):
         out = TYPES[self.out]
         fp32, word = (Float32, 4), (Int32, 4)
         pointers = {"x": (self.b, 16), "w": (Uint8, 128), "row_scale": fp32, "row_zero": word,
-                    "token_scale": fp32, "token_sum": word, "bias": (out, 2), "y": (out, 16),
-                    "starts": word, "work": (Float32, 16), "counters": word}  # fmt: skip
+                    "table": word, "token_scale": fp32, "token_sum": word, "bias": (out, 2),
+                    "y": (out, 16), "starts": word, "work": (Float32, 16),
+                    "counters": word}  # fmt: skip
         return compile_program(self, GemmArguments, pointers, ARCHITECTURE)
 
     def mma_op(self) -> Any:
@@ -218,12 +222,17 @@ class Gemm(Order, Producer, Words, Epilogue):
         else:
             if const_expr(self.tile.wide):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.begin(shared, given.row_zero, thread)
+            self.begin(shared, given.table, thread)
             cute.arch.griddepcontrol_wait()
             self.consume(mma, s_x, shared, problem, turns, rank, thread)
 
-    def begin(self, shared: Any, book: Any, thread: Any) -> None:
+    def begin(self, shared: Any, table: Any, thread: Any) -> None:
         """What consumers do before the previous kernel has finished."""
+        if self.table_bytes:
+            to = Int32(shared.table.data_ptr().toint())
+            self.tables = (Table(to),)
+            store(to, load(table.toint(), thread, CONSUMERS), thread, CONSUMERS)
+            cute.arch.barrier(barrier_id=3, number_of_threads=CONSUMERS)
 
     @cute.jit
     def consume(self, mma, s_x, shared, problem, turns, rank, thread):

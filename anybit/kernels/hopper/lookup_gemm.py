@@ -27,12 +27,11 @@ from anybit.kernels.hopper.barriers import (
     load_bytes,
 )
 from anybit.kernels.hopper.codebook_tiles import TABLE, WINDOW
-from anybit.kernels.hopper.gemm import Gemm
+from anybit.kernels.hopper.gemm import CONSUMERS, Gemm
 from anybit.kernels.hopper.lookup import TILES_OF_BLOB, LookupDecoder
 from anybit.kernels.hopper.ptx import bulk_prefetch
 from anybit.kernels.hopper.tile import Kernel
 
-CONSUMERS = 256  # threads
 VECTOR = 16  # bytes of a vector's codes, for 16 rows
 CHUNK = 8  # columns whose words the four threads of a quad hold in one register each
 PARTS = K_TILE // CHUNK
@@ -169,7 +168,7 @@ class LookupGemm(Gemm):
                 for i, of_book in enumerate(codes):
                     word, byte = of_book[chunk // each]
                     find = insert_code if self.entry(i) == 256 else add_code
-                    found = self.look_up(find(word, place, byte + row), i)
+                    found = self.centroid(find(word, place, byte + row), i)
                     if totals:
                         both = zip(totals, found, strict=True)
                         found = [half2("add.rn", d.operand, pair) for pair in both]
@@ -179,7 +178,7 @@ class LookupGemm(Gemm):
                     register = half2("mul.rn", d.operand, (total, scale))
                     registers[(0, row, (at + j) % 2), 0, first + (at + j) // 2] = register
 
-    def look_up(self, address: Any, i: int) -> list:
+    def centroid(self, address: Any, i: int) -> list:
         """The lane's words of centroids of codebook i.
 
         Centroids of 16 bytes are the rows of an operand's fragment: `ldmatrix` hands every lane its

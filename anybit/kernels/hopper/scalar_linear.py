@@ -155,10 +155,11 @@ def multiply_decoded(
     n, k = prepared.shape
     rows = choices.decoded_rows(k)
     y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
-    blobs, *of_rows = prepared.layout
+    blobs, row_scale, row_zero, *table = prepared.layout
     for start in range(0, n, rows):
         end = min(start + rows, n)
-        layout = (blobs[start // ROWS : -(-end // ROWS)], *(r[start:end] for r in of_rows))
+        of_rows = (r[start:end] for r in (row_scale, row_zero))
+        layout = (blobs[start // ROWS : -(-end // ROWS)], *of_rows, *table)
         part = prepared._replace(shape=(end - start, k), layout=layout)
         w, out = mma.decoded(x, kernel, part).T, y[:, start:end]
         if bias is None:

@@ -59,6 +59,7 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
             small |= {8: (1, 2, 6), 16: (1, 2, 4, 6)}
         large += [Tile(64, rows=256), Tile(128, split=3), tall(decoder), Tile(256, late=True)]
         shares += [Tile(256, late=True)]
+        large += [Tile(64, ctas=2)] * bool(decoder.table_bytes)
     else:
         large += [Tile(64, ctas=2), Tile(96, split=2)]
         large += [Tile(176, late=True), tall(decoder)]  # 176 fill waves that others leave open
@@ -255,7 +256,7 @@ def work(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200
     written = outputs * beside * max(0, steps / (each / tile.split) - 1)
     weights = packed_bytes(n, k, decoder)
     return Work(
-        kind=f"wgmma {decoder.slot}{' slow' * slow(decoder)}",
+        kind=f"wgmma {decoder.slot}{' table' if decoder.table_bytes else ' slow' * slow(decoder)}",
         steps=steps,
         beside=beside,
         **of_step(tile, decoder),

@@ -5,13 +5,14 @@ import cutlass.cute as cute
 from cutlass import Uint32, const_expr
 
 from anybit.kernels.cute.decode import Decoder
-from anybit.kernels.cute.lang import Word
+from anybit.kernels.cute.lang import Table, Word
 
 
 class Words:
     """The part of `gemm.Gemm` between a K tile's bytes and A registers."""
 
     decoder: Decoder
+    tables: tuple[Table, ...]  # one, or none
     words: int  # code words of a thread and K tile
     whole: int  # chunks of 4 of them; 2 words may remain
     grid_words: int  # of a row's two neighbours
@@ -67,5 +68,5 @@ class Words:
         constants = [
             d.constants([Word(grid[e * each + j, i]) for j in range(each)]) for e in entries
         ]
-        for r, word in enumerate(d.registers(codes, constants)):
+        for r, word in enumerate(d.registers(codes, constants, *self.tables)):
             registers[(0, r % 2, r // 2 % 2), 0, place + r // 4] = word.bits

@@ -21,6 +21,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute import factors
 from anybit.kernels.cute.cells import CELL, CENTROIDS, ROWS, VECTORS
+from anybit.kernels.cute.copies import commit, copy_if, wait
 from anybit.kernels.cute.last import arrives_last
 from anybit.kernels.cute.launch import CodebookArguments
 from anybit.kernels.cute.program import CodebookProgram
@@ -46,7 +47,7 @@ from anybit.kernels.mma.codebook_tiles import (
     shared_bytes,
     table_bytes,
 )
-from anybit.kernels.mma.ptx import commit, copy_if, load_half, load_late, thread_again, wait
+from anybit.kernels.mma.ptx import load_half, load_late, thread_again
 
 EIGHTS = VECTORS // 8  # of a block's vectors: a register of `ldmatrix` has the codes of one
 

@@ -29,7 +29,11 @@ class Decode(Product):
         room = Int32(0)
         if const_expr(self.shared_bytes):
             shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-            room = Int32(shared.data.data_ptr().toint()) + thread // 32 * (16 * COPIED_ROW)
+            base = self.place_table(Int32(shared.data.data_ptr().toint()))
+            if const_expr(self.decoder.table_bytes):
+                self.store_table(self.load_table(given, thread), thread)
+                cute.arch.sync_threads()
+            room = base + thread // 32 * (16 * COPIED_ROW)
         row = slot * 16 + lane // 4
         scales = [load_once(given.row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
                   for v in range(2)]  # fmt: skip

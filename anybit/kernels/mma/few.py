@@ -11,13 +11,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from anybit.kernels.cute.copies import commit, wait
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.pack import ROWS
 from anybit.kernels.mma.experts import Sorted
 from anybit.kernels.mma.gemm import padded
 from anybit.kernels.mma.narrow import Narrow
-from anybit.kernels.mma.ptx import commit, wait
 
 # Where a tile lies: its first blob, of that a half, of that a quarter; its tokens, before `end`.
 Source = namedtuple("Source", "blob half quarter first end")
@@ -32,13 +32,15 @@ class Few(Sorted, Narrow):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = Int32(shared.data.data_ptr().toint())
+        base = self.place_table(Int32(shared.data.data_ptr().toint()))
         ring = base + warp * (self.stages * self.stage_bytes)
         parts = const_expr(self.slices * self.blocks)
         meet = base + self.warps * self.stages * self.stage_bytes
         table = meet + 2 * self.warps * parts * 512
         if const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
+        self.store_table(self.load_table(given, thread), thread)
+        if const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
         m_tiles = self.begin(given, table, thread)
         n_tiles = (given.n + (self.rows - 1)) // self.rows

@@ -15,13 +15,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from anybit.kernels.cute.copies import commit, copy, copy_if, copy_or_zero, wait
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.last import arrives_last
 from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.pack import ROW_MULTIPLE, ROWS
 from anybit.kernels.cute.ptx import load_l2, store_global
 from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, wait
 from anybit.kernels.mma.tiles import FLAG, Kernel
 
 # What does not change while a CTA multiplies: `table` is what `experts.py` counts; a CTA has `each`
@@ -55,7 +55,8 @@ class Gemm(Product):
         ctas, _, _ = cute.arch.grid_dim()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % 32
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = Int32(shared.data.data_ptr().toint())
+        base = self.place_table(Int32(shared.data.data_ptr().toint()))
+        self.store_table(self.load_table(given, thread), thread)
 
         k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         table = base + self.stage_bytes * self.stages + FLAG

@@ -110,7 +110,7 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
     else:
         w = torch.empty(n, k, dtype=x.dtype, device=x.device)
     values: dict[str, Tensor | int] = dict.fromkeys(ProductArguments._fields, 0)
-    values |= zip(("w", "row_scale", "row_zero"), prepared.layout, strict=True)
+    values |= zip(("w", "row_scale", "row_zero", "table"), prepared.layout, strict=False)
     values |= {"x": x, "y": w, "m": 1, "n": n, "k": k}
     loaded(kernel, x.device.index).launch(values, tiles.copy_grid(kernel.tile, n, k), False)
     return w

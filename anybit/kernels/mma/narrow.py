@@ -15,10 +15,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from anybit.kernels.cute.copies import commit, copy, copy_if, copy_or_zero, wait
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.ptx import load_shared, store_shared
 from anybit.kernels.mma.product import Product
-from anybit.kernels.mma.ptx import commit, copy, copy_if, copy_or_zero, prefetch, wait
+from anybit.kernels.mma.ptx import prefetch
 from anybit.kernels.mma.tiles import NARROW_WARPS
 
 # Where the first 16 bytes (8 of `rest`) that a lane copies lie in a blob.
@@ -40,7 +41,7 @@ class Narrow(Product):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % 32
         shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = Int32(shared.data.data_ptr().toint())
+        base = self.place_table(Int32(shared.data.data_ptr().toint()))
         ring = base + warp * (self.stages * self.stage_bytes)
         k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         m_tiles = (given.m + (self.tokens - 1)) // self.tokens
@@ -50,12 +51,16 @@ class Narrow(Product):
         step = const_expr(self.warps * self.k_tile_bytes)
         count = (k_tiles - warp + (self.warps - 1)) // self.warps
         end = given.m
+        words = self.load_table(given, thread)
         if const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
             for s in cutlass.range_constexpr(self.stages - 1):
                 if s < count:
                     self.fetch_weights(ring + s * self.stage_bytes, blob + s * step, pieces, lane)
+            self.store_table(words, thread)
             cute.arch.griddepcontrol_wait()
+        else:
+            self.store_table(words, thread)
         for s in cutlass.range_constexpr(self.stages - 1):
             if s < count:
                 to = ring + s * self.stage_bytes
@@ -81,6 +86,8 @@ class Narrow(Product):
         kt = warp + (self.stages - 1) * self.warps
         stage, empty = Int32(0), Int32(self.stages - 1)
         lookup = self.lookup(ring, lane)
+        if const_expr(self.decoder.table_bytes):
+            cute.arch.sync_threads()
         for i in cutlass.range(count, unroll=1):
             wait(self.stages - 2)
             cute.arch.sync_warp()  # all lanes have read the stage that is filled now

@@ -13,10 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from anybit.kernels.cute.copies import copy_or_zero
 from anybit.kernels.cute.launch import PlainArguments
 from anybit.kernels.cute.ptx import load_matrices
 from anybit.kernels.mma.narrow import Narrow
-from anybit.kernels.mma.ptx import copy_or_zero, load_half, silu
+from anybit.kernels.mma.ptx import load_half, silu
 
 # Of the pieces that a lane copies: from the address of a K tile on, what lies before `end` is not
 # past K; its first row, the last one that the weight has, bytes of a row and of all rows.

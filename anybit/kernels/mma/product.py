@@ -12,10 +12,11 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
-from anybit.kernels.cute.lang import Word
+from anybit.kernels.cute.lang import Table, Word
 from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.program import Program
 from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, mma, pack2, store_global
+from anybit.kernels.cute.table import load, store
 from anybit.kernels.mma.ptx import load_half, load_late, load_once, transpose
 from anybit.kernels.mma.tiles import Kernel, grid_bytes, shared_bytes, stage_bytes, token_bytes
 
@@ -49,15 +50,37 @@ class Product(Program):
         self.steps = self.token_bytes // 32  # products along a K tile
         self.blocks = self.tokens // 8
         self.shared_bytes = shared_bytes(t, d)
+        # Registers of tokens are fewer than those of weights.
+        self.arranged = d.arranges and t.kind != "decode" and self.blocks < 2 * self.slices
+        self.looked_up = ()  # what `registers` gets of decoders that have a table
 
     def compile(self) -> Compiled:
         """For the architecture of the kernel."""
         out, fp32, word = TYPES[self.out], (Float32, 4), (Int32, 4)
         pointers = {"x": (TYPES[self.activation], 16), "w": (Uint8, 128), "row_scale": fp32,
-                    "row_zero": word, "token_scale": fp32, "token_sum": word, "bias": (out, 2),
-                    "y": (out, 16), "work": (Float32, 16), "counters": word,
+                    "row_zero": word, "table": word, "token_scale": fp32, "token_sum": word,
+                    "bias": (out, 2), "y": (out, 16), "work": (Float32, 16), "counters": word,
                     "starts": word}  # fmt: skip
         return compile_program(self, self.parameters, pointers, self.spec.architecture)
+
+    # A table, for decoders that look weights up; what follows it in shared memory is rings.
+
+    def place_table(self, base):
+        """Where the rings begin."""
+        if self.decoder.table_bytes:
+            self.looked_up = Table(base), self.arranged
+        return base + self.decoder.table_bytes
+
+    def load_table(self, given, thread):
+        """Before what waits for the previous kernel."""
+        if not self.decoder.table_bytes:
+            return []
+        return load(given.table.toint(), thread, self.threads)
+
+    def store_table(self, words, thread):
+        """Before a barrier of all threads."""
+        if words:
+            store(self.looked_up[0].words, words, thread, self.threads)
 
     # Multiplying.
 
@@ -111,14 +134,14 @@ class Product(Program):
         entries = range(half * d.entries // 2, -(-(half + 1) * d.entries // 2))
         each = d.grid_words
         constants = [d.constants([Word(grid[e * each + j]) for j in range(each)]) for e in entries]
-        return [word.bits for word in d.registers(codes, constants)]
+        return [word.bits for word in d.registers(codes, constants, *self.looked_up)]
 
     def multiply_half(self, acc, row, a, half):
         """Products of 64 columns: a[slice] are the decoded registers."""
         steps = self.steps // 2
         if self.tokens == 8:
             for j in range(0, steps, 2):
-                b = load_matrices(row ^ ((half * steps + j) * 32))
+                b = self.arrange(load_matrices(row ^ ((half * steps + j) * 32)))
                 for jj in range(2):
                     for i in range(self.slices):
                         self.product(acc, 0, i, a[i], j + jj, b[2 * jj : 2 * jj + 2])
@@ -126,10 +149,16 @@ class Product(Program):
         for j in range(steps):
             address = row ^ ((half * steps + j) * 32)
             for p in range(self.blocks // 2):
-                b = load_matrices(address, p * 16 * self.token_bytes)
+                b = self.arrange(load_matrices(address, p * 16 * self.token_bytes))
                 for q in range(2):
                     for i in range(self.slices):
                         self.product(acc, 2 * p + q, i, a[i], j, b[2 * q : 2 * q + 2])
+
+    def arrange(self, b):
+        """Two operands of tokens as the weights' columns are."""
+        if not self.arranged:
+            return b
+        return [word.bits for word in self.decoder.arrange([Word(w) for w in b])]
 
     def product(self, acc, block, i, a, j, b):
         sums = mma([acc[c, block, i] for c in range(4)], a[4 * j : 4 * j + 4], b, self.activation)

@@ -225,12 +225,13 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
+    table = decoder.table_bytes
     if tile.kind == "decode":
-        return tile.rows * COPIED_ROW if decoder.slot == 16 else 0
+        return table + (tile.rows * COPIED_ROW if decoder.slot == 16 else 0)
     rings = tile.warps if tile.splits else 1
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
     beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
-    return rings * tile.stages * stage_bytes(tile, decoder) + beside
+    return table + rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
 # Choices.
@@ -320,15 +321,20 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
 
     Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
     tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
-    64 rows are for as many rows as only such CTAs hold at once.
+    64 rows are for as many rows as only such CTAs hold at once. Beside tables more CTAs are worth
+    more than a third stage.
     """
     tokens = 8 if m <= 8 else 16
-    slow = decoder.cost > 2
-    binds = slow and decoder.slot == 16 and tokens == 8 and 2 * decoder.cost > decoder.bits
-    crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
-    sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
+    slow, table = decoder.cost > 2, decoder.table_bytes > 0
+    binds = (slow and 2 * decoder.cost > decoder.bits) or table
+    binds = binds and decoder.slot == 16 and tokens == 8
+    crowded = slow and decoder.slot == 8 and tokens == 16 and not table  # two slices would spill
+    sizes: tuple[int, ...] = (2, 1) if slow or tokens == 16 else (4, 2, 1)
+    if crowded or (decoder.arranges and tokens == 16):  # as few words of tokens as of weights
+        sizes = (1,) if crowded else (2,)
     short = tokens == 8 and decoder.slot == 16 and not slow
-    for least in (3, 2) if short else (3,):  # two stages of 16 tokens were slower than turns
+    stages = (2,) if table else (3, 2) if short else (3,)  # two of 16 tokens were slower than turns
+    for least in stages:
         at_once = []
         for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
             ctas = -(-n // (16 * slices * gpu.multiprocessors))
@@ -339,9 +345,10 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
                 at_once.append(found)
         if at_once:
             return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    ctas = 4 if slow and not crowded else 3  # slow decoders wait for themselves
+    ctas = 4 if (slow or table) and not crowded else 3  # slow decoders wait for themselves
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
-    fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
+    stages = (2,) if table else (3, 2)
+    fit = (fitted(tile, decoder, gpu, least, 4) for least in stages for tile in turns)
     return next((tile for tile in fit if tile), None)
 
 
@@ -384,7 +391,7 @@ def work(tile: Tile, decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Work
     count, places = tiles_of(tile, m, n), tile.ctas * gpu.multiprocessors
     turns, ctas = -(-count // places), -(-min(count, places) // gpu.multiprocessors)
     return split_work(
-        f"mma {'slow' if decoder.cost > 2 else decoder.slot}",
+        f"mma {kind_of(decoder)}",
         tile,
         decoder,
         k,
@@ -393,6 +400,13 @@ def work(tile: Tile, decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Work
         read=packed_bytes(n, k, decoder) + m * k * decoder.slot / 8 + 2 * m * n,
         uneven=max(1, turns * ctas * gpu.multiprocessors / count),
     )
+
+
+def kind_of(decoder: Decoder) -> str:
+    """Whose costs tiles have that split K."""
+    if decoder.table_bytes:
+        return f"table {decoder.slot}"
+    return "slow" if decoder.cost > 2 else str(decoder.slot)
 
 
 def split_work(
