@@ -76,6 +76,23 @@ class Frame(NamedTuple):
     shift: Tensor | None
 
 
+class Rows(NamedTuple):
+    """Values out of a table, table[row] * signs * factor, all fp32.
+
+    Attributes:
+        table: (rows, width).
+        row: (N, positions), int32.
+        signs: (N, positions), int32: bit i is set where weight i of the position is negative; None
+            where the table has the signs.
+        factor: (N, groups).
+    """
+
+    table: Tensor
+    row: Tensor
+    signs: Tensor | None
+    factor: Tensor
+
+
 @dataclass(frozen=True)
 class Format:
     """A few-bit format of a weight W of shape (N outputs, K inputs).
@@ -96,7 +113,7 @@ class Format:
     kernels apply the two apart.
 
     Attributes:
-        bits: Bits of one code, 1 to 8, or 16.
+        bits: Bits of one code, 1 to 24.
         width: Weights that one position stands for: 2 for a sparse pair, v for a vector.
         books: Codes stored for each position: m for additive codebooks.
         group: Columns of a row that share one scale; 0 means the whole row.
@@ -123,6 +140,8 @@ class Format:
             learn the table from calibration data.
         made_for: Dtype of quantized activations that the format is designed for, "int8" or "fp8";
             None when it is for weights alone. Quantizers smooth activation outliers for it.
+        rows: Method (codes, grid) -> how `values` come about where a code is a row of a table that
+            all weights share, and signs; None where there is none.
         triton_decode: Method (at) -> values of a tile, written with `kernels/triton/lang.py`, that
             is compiled into every Triton kernel; None when there is none.
         hashed: How states of a sequence look their values up in the table of `tables`, by which the
@@ -148,6 +167,7 @@ class Format:
     zero_point: ClassVar[str | None] = None
     lookup: ClassVar[str | None] = None
     made_for: ClassVar[str | None] = None
+    rows: ClassVar[Any] = None
     triton_decode: ClassVar[Any] = None
     hashed: ClassVar[Any] = None
     hopper_decode: ClassVar[Any] = None
@@ -170,7 +190,7 @@ class Format:
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         """Weights (N, K) fp32 -> the nearest codes (N, K / width * books).
 
-        Codes are uint8, or int32 where `bits` is 16.
+        Codes are uint8, or int32 where `bits` is above 8.
         """
         raise NotImplementedError(f"{type(self).__name__}.encode")
 

@@ -13,14 +13,14 @@ from torch.nn.functional import pad
 
 from anybit.errors import InvalidInput
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+MOST = 24  # bits of a code
 _BYTE = {4: torch.int16, 2: torch.int32, 1: torch.int64}  # the codes of a byte, in a byte each
 
 
 def segments(bits: int) -> tuple[int, ...]:
     """Widths of the planes that hold codes of `bits` bits, high bits first: 7 -> (4, 2, 1)."""
-    if bits not in WIDTHS:
-        raise InvalidInput(f"codes of {bits} bits are not supported; use 1 to 8, or 16")
+    if not 1 <= bits <= MOST:
+        raise InvalidInput(f"codes of {bits} bits are not supported; use 1 to {MOST}")
     return tuple(width for width in (16, 8, 4, 2, 1) if bits & width)
 
 
@@ -42,11 +42,12 @@ def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:
 
 
 def unpack(planes: tuple[Tensor, ...], bits: int, codes: int) -> Tensor:
-    """The inverse of `pack`: codes (N, codes), uint8 for up to 8 bits, int32 for 16."""
+    """The inverse of `pack`: codes (N, codes), uint8 for up to 8 bits, else int32."""
     total = None
     for plane, width in zip(planes, segments(bits), strict=True):
         full = -(-codes // 32) * width
         part = _split(_widened(plane, full - plane.shape[1], width), width)
+        part = part.int() if bits > 8 else part
         total = part if total is None else (total << width) | part
     assert total is not None
     return total[:, :codes].contiguous()

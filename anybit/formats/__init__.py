@@ -3,6 +3,7 @@
 from anybit.formats import (
     codebook,
     integer,
+    iquant,
     kquant,
     liquid,
     microscaling,
@@ -15,6 +16,7 @@ from anybit.formats import (
 __all__ = [
     "codebook",
     "integer",
+    "iquant",
     "kquant",
     "liquid",
     "microscaling",

@@ -8,7 +8,8 @@ whole numbers of few bits for every group within it; T are whole numbers, too. B
 exact in fp32, so that a weight is rounded once, as ggml's reference (`ggml-quants.c`) rounds it.
 
 The other types of GGUF need no format of their own: q4_0, q5_0 and q8_0 are `int4:group=32`,
-`int5:group=32` and `int8:group=32`, iq4_nl is a table (`table4`), mxfp4 is `mxfp4`.
+`int5:group=32` and `int8:group=32`, iq4_nl is a table (`table4`), mxfp4 is `mxfp4`. Those
+whose codes are rows of a table are in `iquant.py`.
 """
 
 from dataclasses import dataclass
@@ -165,10 +166,7 @@ class KQuant(Format):
         """The factor and shift of each group of least squared error among a few, then the d and
         base of a block for which they are whole multiples.
         """
-        largest = w.abs().amax(1, keepdim=True)
-        _, exponent = torch.frexp(largest)
-        fits = (largest == 0) | ((largest >= NORMAL[0]) & (largest <= NORMAL[1]))
-        scale = torch.ldexp(torch.ones_like(largest), torch.where(fits, 0, exponent))
+        scale = row_unit(w)
         both = by_pieces(
             torch.cat((w, scale), 1), lambda part: self._fit(part[:, :-1], part[:, -1:])
         )
@@ -275,6 +273,14 @@ class KQuant(Format):
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "KQuant":
         return cls(name, **read_options(cls, name, args, ("name",)))
+
+
+def row_unit(w: Tensor) -> Tensor:
+    """A power of two (N, 1) for each row, 1 unless its weights are beyond fp16's range."""
+    largest = w.abs().amax(1, keepdim=True)
+    _, exponent = torch.frexp(largest)
+    fits = (largest == 0) | ((largest >= NORMAL[0]) & (largest <= NORMAL[1]))
+    return torch.ldexp(torch.ones_like(largest), torch.where(fits, 0, exponent))
 
 
 def multiples(a: Tensor, per: int, low: int, high: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ from tests.test_cli import run
 
 IDS = torch.arange(48)[None] * 7 % 90
 K_MIX = {"attn_v|ffn_down": "Q6_K", "attn|ffn_(gate|up)": "Q4_K", "output|token_embd": "Q6_K"}
+I_MIX = {"attn_v": "IQ1_M", "attn_q": "IQ2_XS", "attn": "IQ2_S", "ffn_gate": "IQ3_XXS",
+         "ffn_up": "IQ1_S", "ffn_down": "IQ3_S", "output": "IQ2_XXS"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,14 +63,17 @@ def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) ->
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("kinds", [K_MIX, I_MIX], ids=["k", "i"])
 def test_a_file_is_loaded_and_run_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kinds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its tokenizer and chat template, and a conversion in the cache."""
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
-    write(tiny("llama"), file, K_MIX, tokens=96)
+    write(tiny("llama"), file, kinds, tokens=96)
     model = anybit.load(file, dtype=torch.float32)
+    formats = {layer.scheme.partition("@")[0].upper() for _, layer in quantized_layers(model)}
+    assert formats == {kind for at, kind in kinds.items() if at != "token_embd"}
     prompt = list(range(5, 25))
     with torch.no_grad():
         wanted = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
@@ -103,12 +108,12 @@ def test_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
 
 def test_what_is_no_format_of_ours_is_decoded_and_named(tmp_path: Path) -> None:
     model = tiny("qwen3")
-    kinds = {"ffn_up": "IQ2_XXS", "ffn": "Q4_0", "attn_q": "F16", "attn": "BF16"}
+    kinds = {"ffn_up": "TQ1_0", "ffn": "Q4_0", "attn_q": "F16", "attn": "BF16"}
     write(model, tmp_path / "model.gguf", kinds)
     report = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
     assert set(report.formats.values()) == {"int4:group=32"}
-    assert set(report.decoded.values()) == {"IQ2_XXS has no format in anybit"}
-    assert "model.layers.0.mlp.up_proj and 1 others: IQ2_XXS" in str(report)
+    assert set(report.decoded.values()) == {"TQ1_0 has no format in anybit"}
+    assert "model.layers.0.mlp.up_proj and 1 others: TQ1_0" in str(report)
     again = anybit.load(tmp_path / "out", dtype=torch.float32)
     for name, wanted in model.state_dict().items():
         if "up_proj" in name:

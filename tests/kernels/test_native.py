@@ -147,7 +147,8 @@ def test_one_hot_activations_read_the_weights_back(spec: str, dtype: torch.dtype
 
 PRODUCTS = [
     "int3", "int4:group=32", "int4:group=128,zero", "int5:zero", "int7", "int8", "fp6", "fp8",
-    "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL, *LOOKED_UP,
+    "liquid", "sparse", "codebook:m=3,v=16,b=4,group=32", *SMALL, *LOOKED_UP, "iq1_m",
+    "iq2_xs", "iq3_s",
 ]  # fmt: skip
 
 

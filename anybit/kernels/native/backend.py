@@ -24,10 +24,11 @@ from anybit.kernels import dense, reference
 from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
-from anybit.kernels.native.decode import Codes, Table, Vectors
+from anybit.kernels.native.decode import Coded, Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
 from anybit.kernels.native.layout import blocks_of, lay_out
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
+from anybit.kernels.native.rows import Signed
 from anybit.kernels.native.steps import Steps
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def prepare(
     more = blocks_of(k) * BLOCK // table.group if table.group else 0
     layout = (
         torch.tensor(table.facts(fmt.bits)),
-        _vector_codes(packed) if _is_vectors(fmt) else lay_out(packed.planes, fmt.bits, k, level),
+        _laid_out(packed, table, level),
         _padded(table.scale, more),
         _padded(table.offset, more),
         table.row.contiguous(),
@@ -143,9 +144,13 @@ def _is_vectors(fmt: Format) -> bool:
     return fmt.width > 1 or fmt.books > 1
 
 
-def _vector_codes(packed: Packed) -> Tensor:
-    """Codes (N, codes of whole blocks), one after the other."""
+def _laid_out(packed: Packed, table: probing.Table, level: Isa) -> Tensor:
+    """Codes in blocks; of vectors (N, codes of whole blocks), one after the other."""
     fmt, k = packed.format, packed.shape[1]
+    if table.rows is not None:
+        return _signed(fmt, table.facts(fmt.bits)).lay_out(table.rows, blocks_of(k))
+    if not _is_vectors(fmt):
+        return lay_out(packed.planes, fmt.bits, k, level)
     codes = packed.codes()
     if fmt.bits > 8:
         codes = codes.to(torch.uint16).view(torch.int16)
@@ -158,6 +163,8 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
     Vectors stay fp32 alone, since they are rounded after they are added up.
     """
     values = table.values
+    if values.dim() == 2:
+        return Signed.stored(values)
     if values.dim() > 1:
         return values.contiguous()
     out = torch.zeros(len(SECTIONS) * SECTION, dtype=torch.uint8)
@@ -166,6 +173,11 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
         some = Table.stored(codes, Operand(kind, level), values.to(dtype))
         out[i * SECTION : i * SECTION + len(some)] = some
     return out
+
+
+def _signed(fmt: Format, facts: tuple[int, ...]) -> Signed:
+    """Codes that are rows of a table."""
+    return Signed(facts[0], fmt.width, bool(facts[5]))
 
 
 def _codes(facts: tuple[int, ...], dtype: torch.dtype) -> Codes:
@@ -212,13 +224,16 @@ def _product(
     operand = _operand(facts, activation, dtype, level)
     vectors = _is_vectors(fmt)
     one = _codes(facts, dtype)
-    codes: Codes | Vectors | Steps = one
+    codes: Coded | Steps = one
+    table = 0
     if fmt.hashed:
         codes = Steps(fmt.hashed)
+    elif fmt.rows is not None:
+        codes = _signed(fmt, facts)
+        table = codes.offset(operand)
     elif vectors:
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
     quantized, to = activation is not None, activations.DTYPES[dtype]
-    table = 0
     if not operand.whole and not vectors:
         table = SECTION * SECTIONS.index((operand.kind, dtype))
     shift = one.first or 0

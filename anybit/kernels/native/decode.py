@@ -13,7 +13,6 @@ The bits of a code are put together in any order that is cheap, since the table 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from anybit.kernels.native import instructions, ir
 from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
+from anybit.kernels.native.rows import InRows, Signed
 
 
 def place(run: int, width: int) -> int:
@@ -31,24 +31,8 @@ def place(run: int, width: int) -> int:
     return run // 2 * width + 8 * (run % 2)
 
 
-class Rows:
-    """Codes whose rows lie one after the other, `block_bytes` for each block."""
-
-    @property
-    def block_bytes(self) -> int:
-        raise NotImplementedError
-
-    def table(self, f: Function, operand: Operand, memory: Value) -> "Table":
-        assert isinstance(self, Codes | Vectors)
-        return Table(f, self, operand, memory)
-
-    def row(self, f: Function, table: Any, row: Value, blocks: Value) -> Value:
-        """Bytes before the first block of a row."""
-        return row * (blocks * self.block_bytes)
-
-
 @dataclass(frozen=True)
-class Codes(Rows):
+class Codes(InRows):
     """How codes of `bits` bits become numbers.
 
     first: where the table is first, first + 1, ...: whole numbers in steps of 1, which need no
@@ -180,7 +164,7 @@ class Codes(Rows):
 
 
 @dataclass(frozen=True)
-class Vectors(Rows):
+class Vectors(InRows):
     """Codes that stand for `width` weights each, sums of the vectors of `books` codes.
 
     They lie one after the other, in bytes or in 16-bit words where `bits` is 16. The table is
@@ -237,6 +221,9 @@ class Vectors(Rows):
         ]
 
 
+Coded = Codes | Vectors | Signed
+
+
 class Table:
     """The table of a format, or the arithmetic that needs none.
 
@@ -245,11 +232,12 @@ class Table:
     bits; "sum": a number is the code and the first; "": there are no numbers to be found.
     """
 
-    def __init__(self, f: Function, codes: "Codes | Vectors", operand: Operand, memory: Value):
+    def __init__(self, f: Function, codes: Coded, operand: Operand, memory: Value):
         """memory: where the table lies, in the order of `Codes.permuted` for registers."""
         self.operand, self.memory, self.codes = operand, memory, codes
+        self.scratch: Value | None = None
         self.bits = codes.bits
-        self.first = None if isinstance(codes, Vectors) else codes.first
+        self.first = None if not isinstance(codes, Codes) else codes.first
         self.way = self.found(codes, operand)
         self.parts: list[Value] = []
         self.count = 1  # of tables, each of one byte of the numbers
@@ -266,10 +254,16 @@ class Table:
             count = max(1, 2**codes.bits // ir.lanes(kind))
             self.parts = [f.load(kind, memory, i * step) for i in range(count)]
 
+    def room(self, count: int) -> Value:
+        """Room for `count` 16-bit words on the stack, the same in all calls."""
+        if self.scratch is None:
+            self.scratch = self.memory.function.allocate(I16, count)
+        return self.scratch
+
     @staticmethod
-    def found(codes: "Codes | Vectors", operand: Operand) -> str:
+    def found(codes: Coded, operand: Operand) -> str:
         """How numbers are found; see `way`."""
-        if isinstance(codes, Vectors) or operand.whole:
+        if not isinstance(codes, Codes) or operand.whole:
             return ""
         whole, entries = codes.first is not None, 2**codes.bits
         if operand.isa.arm:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import Codes, Vectors
+from anybit.kernels.native.decode import Coded
 from anybit.kernels.native.gemv import scales_at
 from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
@@ -34,7 +34,7 @@ def rows(isa: Isa) -> int:
 class Tile:
     """What a tile's decoding is compiled for; see `gemv.Few`."""
 
-    codes: Codes | Vectors | Steps
+    codes: Coded | Steps
     operand: Operand
     group: int
     form: str

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import Codes, Vectors
+from anybit.kernels.native.decode import Coded
 from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.operand import BLOCK, Operand
 from anybit.kernels.native.steps import Steps
@@ -37,7 +37,7 @@ class Few:
         wide: whether scales and offsets are fp32, not fp16.
     """
 
-    codes: Codes | Vectors | Steps
+    codes: Coded | Steps
     operand: Operand
     group: int
     form: str

@@ -3,6 +3,8 @@
     W[n, k] = row[n] * (scale[n, g] * T[code] + offset[n, g])      "plain" offsets
     W[n, k] = row[n] * scale[n, g] * (T[code] + offset[n, g])      "scaled" offsets
 
+Or the rows of a table and signs, which `Format.rows` tells.
+
 Every code of one column of every group is decoded, and compared with the table that was found. So
 a format of a stranger is multiplied as fast as one of ours, or it is no table, which is an error.
 """
@@ -13,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybit.core.format import Frame, Grid
+from anybit.core.format import Frame, Grid, Rows
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.native.operand import BLOCK
@@ -34,7 +36,7 @@ class Table:
 
     Attributes:
         values: T, fp32: (2**bits,), or (books, 2**bits, width) where codes stand for vectors,
-            which are added up.
+            which are added up; or (rows, width).
         first: T[0], where T[code] is T[0] + code and whole.
         row: (N,) fp32.
         scale: (N, groups), or None: fp16 where that holds all of them and offsets, else fp32.
@@ -43,6 +45,7 @@ class Table:
         form: "", "plain" or "scaled".
         whole: whether scale * T + offset is a whole number within int8 throughout.
         half: see `Codes.half`.
+        rows: where values are rows of a table, which.
     """
 
     values: Tensor
@@ -54,13 +57,14 @@ class Table:
     form: str
     whole: bool
     half: int | None = None
+    rows: Rows | None = None
 
     def facts(self, bits: int) -> tuple[int, ...]:
         """What kernels are compiled for, as numbers.
 
-        `bits`, `first`, `group`, the index of `form`, `whole`; whether the upper half of the table
-        is the lower one with the other sign; whether all numbers are ones of bf16; `half`; whether
-        scales are fp32.
+        `bits` (of a row's number, where there are rows), `first`, `group`, the index of `form`,
+        `whole`; whether the upper half of the table is the lower one with the other sign, or rows
+        have signs; whether all numbers are ones of bf16; `half`; whether scales are fp32.
         """
         first = NONE if self.first is None else self.first
         signed = short = False
@@ -70,6 +74,8 @@ class Table:
             signed = torch.equal(low ^ -(2**31), high)
             short = not (words & 0xFFFF).any()
         form = FORMS.index(self.form)
+        if self.rows is not None:
+            bits, signed = len(self.values).bit_length() - 1, self.rows.signs is not None
         half = NONE if self.half is None else self.half
         wide = self.scale is not None and self.scale.dtype == torch.float32
         known = bits, first, self.group, form, int(self.whole), int(signed), int(short), half
@@ -102,6 +108,9 @@ def probe(packed: Packed) -> Table:
 def _probe(packed: Packed) -> Table:
     """`probe` without the row's factor."""
     fmt, k = packed.format, packed.shape[1]
+    if fmt.rows is not None:
+        rows: Rows = fmt.rows(packed.codes(), packed.grid)
+        return replace(_framed(packed, Frame(rows.table, rows.factor, None)), rows=rows)
     frame = fmt.frame(packed.grid)
     if frame is not None:
         return _framed(packed, frame)

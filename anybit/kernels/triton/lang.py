@@ -50,9 +50,22 @@ def code(at, BOOK: tl.constexpr = 0):
     """Codes as int32, (N, positions)."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
     BITS: tl.constexpr = LAYOUT_.fmt.bits
-    if BITS == 16:
-        return at[WORDS][BOOK].to(tl.int32) & 0xFFFF
+    if BITS > 8:
+        return _joined(at, BOOK)
     return bits(at, ((0, BITS, 0),), 0, BOOK).to(tl.int32) & 0xFF
+
+
+@triton.jit
+def _joined(at, BOOK: tl.constexpr):
+    """Codes of several planes as int32."""
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    PLANES: tl.constexpr = plane_count(LAYOUT_)
+    total = at[WORDS][0].to(tl.int32) * 0
+    for p in tl.static_range(PLANES):
+        word = at[WORDS][BOOK * PLANES + p].to(tl.int32) >> offset_of(LAYOUT_, at[FIELD], p)
+        bit = segment_of(LAYOUT_, p)
+        total = (total << bit) | (word & ((1 << bit) - 1))
+    return total
 
 
 @triton.jit
@@ -212,6 +225,33 @@ def of_steps(words, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def spread(x, COUNT: tl.constexpr):
+    """Each number (N, positions) COUNT times, (N, positions * COUNT)."""
+    some = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], COUNT))
+    return tl.reshape(some, (x.shape[0], x.shape[1] * COUNT))
+
+
+@triton.jit
+def spread_bits(x, COUNT: tl.constexpr):
+    """The lowest COUNT bits of each number (N, positions), (N, positions * COUNT) int32."""
+    some = x[:, :, None] >> tl.arange(0, COUNT)[None, None, :] & 1
+    return tl.reshape(some, (x.shape[0], x.shape[1] * COUNT))
+
+
+@triton.jit
+def halves(x, at, GROUP: tl.constexpr):
+    """Of each byte, that of two groups, the four bits of the group that each position is in.
+
+    x: of a grid tensor with groups of 2 GROUP columns, which fields of columns do not cut. The
+    result is (N, positions) int32.
+    """
+    LAYOUT_: tl.constexpr = at[LAYOUT]
+    COUNT: tl.constexpr = LAYOUT_.columns // LAYOUT_.fmt.width
+    second = tl.arange(0, COUNT) * LAYOUT_.fmt.width // GROUP % 2
+    return x.to(tl.int32) >> (second * 4)[None, :] & 15
+
+
+@triton.jit
 def pair(first, second):
     """Values of neighbouring columns, (N, positions) each -> (N, 2 * positions)."""
     return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
@@ -273,12 +313,7 @@ def _bytes_minus(
 def _bits_plainly(at, MOVES: tl.constexpr, CONSTANT: tl.constexpr, BOOK: tl.constexpr):
     """`bits`, where there is no PTX."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
-    PLANES: tl.constexpr = plane_count(LAYOUT_)
-    total = at[WORDS][0].to(tl.int32) * 0
-    for p in tl.static_range(PLANES):
-        word = at[WORDS][BOOK * PLANES + p].to(tl.int32) >> offset_of(LAYOUT_, at[FIELD], p)
-        bit = segment_of(LAYOUT_, p)
-        total = (total << bit) | (word & ((1 << bit) - 1))
+    total = _joined(at, BOOK)
     out = total * 0 + CONSTANT
     for i in tl.static_range(len(MOVES)):
         out = out | (((total >> MOVES[i][0]) & ((1 << MOVES[i][1]) - 1)) << MOVES[i][2])

@@ -26,6 +26,7 @@ from anybit.core.planes import segments
 from anybit.core.tiles import SIDE, cut
 
 ROW_BYTES = 64
+VECTOR_COLUMNS = 64
 ROWS = 128  # N is padded to a multiple of this
 LOCKS = 2048  # tiles that may be split along K; see `gemm.py`
 
@@ -44,7 +45,9 @@ class Layout:
 
     @property
     def lanes(self) -> int:
-        """Units in a row of a tile."""
+        """Units in a row of a tile: fewer where vectors of many fields made granules too long."""
+        if self.fmt.width > 1 and self.segments[-1] < 8 < self.fmt.bits:
+            return VECTOR_COLUMNS // self.fmt.width
         return ROW_BYTES * 8 // self.unit
 
     @cached_property
