@@ -63,10 +63,10 @@ class Entry:
 
 
 class Frame(NamedTuple):
-    """Values in two steps: numbers[code] * factor + shift, all fp32.
+    """Values in two steps: numbers[digit] * factor + shift, all fp32.
 
     Attributes:
-        numbers: (2**bits,).
+        numbers: (2**bits,), or as many as there are digits (`Format.digits`).
         factor: (N, groups).
         shift: (N, groups); None for zeros.
     """
@@ -220,6 +220,12 @@ class Format:
         Needed only where factors and shifts cannot be told from values, because of rounding.
         """
         return None
+
+    def digits(self, codes: Tensor, grid: Grid) -> Tensor:
+        """Codes (N, positions) -> what GPU kernels store: the codes, or (N, K) uint8, of 4 bits,
+        where a format with `rows` has them for decoders of one weight at a time.
+        """
+        return codes
 
     # What follows from it.
 

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from anybit.core.format import Entry, Format, Grid, Rows, read_options, register
+from anybit.core.format import Entry, Format, Frame, Grid, Rows, read_options, register
 from anybit.core.groups import grouped, groups_of, store_scale, ungroup
+from anybit.errors import InvalidInput
 from anybit.formats.kmeans import nearest
 from anybit.formats.kquant import BLOCK, row_unit
 from anybit.formats.microscaling import by_pieces
 from anybit.kernels.cute.decode import Decoder
+from anybit.kernels.cute.tables import looked
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -175,13 +177,31 @@ class IQuant(Format):
             more = minus.repeat_interleave(codes.shape[1] // minus.shape[1], 1)
         return Rows(torch.cat((table + 1, table - 1)), row | more << kind.row, None, factor)
 
+    def frame(self, grid: Grid) -> Frame:
+        numbers = torch.tensor(self.numbers, device=grid["step"].device)
+        return Frame(numbers, self._factors(grid)[0], None)
+
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
-        table, row, signs, factor = self.rows(codes, grid)
-        values = embedding(row, table)
-        if signs is not None:
-            places = torch.arange(self.width, dtype=torch.int32, device=codes.device)
-            values = values * (1 - 2 * (signs[..., None] >> places & 1))
-        return ungroup(grouped(ungroup(values), factor) * factor[..., None])
+        rows = self.rows(codes, grid)
+        return ungroup(grouped(units_of(rows), rows.factor) * rows.factor[..., None])
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All numbers of weights in units of their factors, 16 of them, the last repeated."""
+        levels = torch.tensor(self.kind.levels)
+        both = (levels + 1, levels - 1) if self.kind.shift else (levels, -levels)
+        some = torch.cat(both).unique().tolist()
+        return tuple(map(float, some + some[-1:] * (16 - len(some))))
+
+    def digits(self, codes: Tensor, grid: Grid) -> Tensor:
+        units = units_of(self.rows(codes, grid)).view(len(codes), -1)
+        numbers = torch.tensor(self.numbers, device=codes.device)
+        digits = torch.bucketize(units, numbers, out_int32=True)
+        if not torch.equal(numbers[digits.clamp_max(15)], units):
+            raise InvalidInput(
+                f"the table of this weight is not that of {self.spec!r}; convert the model again"
+            )
+        return digits.to(torch.uint8)
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
         factor, minus = self._factors(grid)
@@ -308,9 +328,9 @@ class IQuant(Format):
         return number * lang.spread(factor, self.width)
 
     def hopper_decode(self, operand: str) -> Decoder | str:
-        return (
-            f"{self.name} is a table of {2**self.kind.row} vectors, which its kernels do not hold"
-        )
+        if operand == "int8" and self.kind.group < 32:
+            return f"groups of {self.kind.group} columns; int8 products take 32 and more"
+        return looked(self.numbers, self.kind.group, operand)
 
     def _spec_parts(self) -> tuple[str, list[str]]:
         return self.name, self._options(skip=("name",))
@@ -330,6 +350,15 @@ def table_of(kind: Kind) -> Tensor:
     base = len(kind.levels)
     digits = bits.flatten().nonzero() // base ** torch.arange(kind.width) % base
     return torch.tensor(kind.levels, dtype=torch.int8)[digits]
+
+
+def units_of(rows: Rows) -> Tensor:
+    """Numbers of weights in units of their factors, (N, K) fp32."""
+    values = embedding(rows.row, rows.table)
+    if rows.signs is not None:
+        places = torch.arange(values.shape[-1], dtype=torch.int32, device=values.device)
+        values = values * (1 - 2 * (rows.signs[..., None] >> places & 1))
+    return ungroup(values)
 
 
 def evened(signs: Tensor) -> Tensor:

@@ -140,9 +140,8 @@ def test_the_tools_made_such_layers(row: tuple[str, str, str, str]) -> None:
 
 @pytest.mark.parametrize("scheme", sorted({row[2] for row in ROWS}))
 def test_kernels_of_gpus_multiply_them(scheme: str) -> None:
-    """The page says so of all but i-quants, which are for Triton."""
-    assert kernels(*parse_scheme(scheme)).removeprefix("Hopper, ") == "Triton"
-    assert kernels(*parse_scheme(scheme)).startswith("Hopper") != (scheme == "iq3_s")
+    """The page says so of all."""
+    assert kernels(*parse_scheme(scheme)) == "Hopper, Triton"
 
 
 def test_the_page_has_this_table(tmp_path: Path) -> None:

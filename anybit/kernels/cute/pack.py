@@ -43,16 +43,17 @@ def pack(packed: Packed, decoder: Decoder, layout: Layout) -> Tensor:
     Whatever number a zero code is, it meets activations that are zero there.
     """
     n, k = packed.shape
-    codes = packed.codes()
     grid = decoder.grid(packed)
     tiles = -(-n // ROW_MULTIPLE) * ROW_MULTIPLE // ROWS
     shape = tiles, k_tiles(k), decoder.blob_bytes
-    blobs = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
+    blobs = torch.zeros(shape, dtype=torch.uint8, device=packed.planes[0].device)
     step = max(1, CHUNK_BYTES // (ROWS * k * decoder.bits))
     size = K_TILE * K_TILE * decoder.bits // 8
     for start in range(0, -(-n // ROWS), step):
         rows = slice(start * ROWS, min(n, (start + step) * ROWS))
-        part = pad_columns(decoder.stored(pad_rows(codes[rows])))
+        own = packed.rows(rows)
+        codes = own.format.digits(own.codes(), own.grid)
+        part = pad_columns(decoder.stored(pad_rows(codes)))
         out = blobs[start : start + len(part) // ROWS]
         out[..., :size] = pack_codes(part, decoder, layout)
         if grid is not None:
