@@ -56,7 +56,7 @@ def test_an_export_of_k_quants_runs_in_llama_cpp(tmp_path: Path) -> None:
     agree(file, model, 0.03)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K_M", "Q2_K", "IQ4_XS", "Q5_1"])
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q2_K", "IQ4_XS", "Q5_1", "IQ3_S"])
 def test_what_its_quantizer_writes_is_read(kind: str, tmp_path: Path) -> None:
     """All weights are those of the `gguf` package."""
     dense, _ = exported({"*": None, "*.layers.7.mlp.down_proj": "q6_k"}, tmp_path)
