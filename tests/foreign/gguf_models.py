@@ -29,6 +29,8 @@ SMALL = {
     "pad_token_id": 0,
 }
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+ROUTED = {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+          "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 64}
 LONG = {"short_factor": [1.0 + 0.01 * i for i in range(32)],
         "long_factor": [2.0 + 0.1 * i for i in range(32)]}  # fmt: skip
@@ -44,7 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GEMMA),
     "gemma3_text": ("gemma3", GEMMA | {"num_hidden_layers": 7}),
     "phi3": ("phi3", {"sliding_window": 40}),
-}
+    "glm4": ("glm4", {"attention_bias": True}),
+    "glm4_moe": ("glm4moe", ROUTED | {"use_qk_norm": True, "routed_scaling_factor": 1.5}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"],
+                      "block_auto_adjust_ff_dim": False}),
+}  # fmt: skip
 
 
 def tiny(model_type: str, **settings: Any) -> PreTrainedModel:
@@ -160,6 +166,9 @@ def parts_of(name: str, tensor: Tensor, table: Any, config: Any) -> list[tuple[s
     """ggml's names for a tensor of transformers, and the parts of it that have them."""
     if name == "lm_head.weight":
         return [("output.weight", tensor)]
+    if name.endswith("conv.conv.weight"):
+        tensor = tensor[:, 0]
+    name = name.replace("correction_bias", "correction.bias")
     if name.endswith("experts.gate_up_proj"):
         block = "blk." + name.split(".")[2]
         gate, up = tensor.chunk(2, 1)
@@ -180,17 +189,29 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5),
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
     rope = config.rope_parameters
+    if arch == "lfm2":
+        heads = [config.num_key_value_heads * (t != "conv") for t in config.layer_types]
+        out |= {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache,
+                "vocab_size": config.vocab_size}  # fmt: skip
+    if arch.startswith("glm4"):
+        out["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
+    if arch == "glm4moe":
+        out |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob,
+                "expert_weights_scale": config.routed_scaling_factor,
+                "expert_shared_count": config.n_shared_experts,
+                "leading_dense_block_count": config.first_k_dense_replace}  # fmt: skip
     out["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     if arch in ("llama", "phi3"):
         out |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
     for own, theirs in (
         ("num_local_experts", "expert_count"),
         ("num_experts", "expert_count"),
+        ("n_routed_experts", "expert_count"),
         ("num_experts_per_tok", "expert_used_count"),
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),

@@ -20,10 +20,11 @@ from tests.foreign.gguf_models import MODELS, tiny, write
 MIX = {"attn_v|ffn_down": "Q6_K", "attn_q": "Q5_1", "ffn_gate.w": "IQ4_XS", "attn|ffn": "Q3_K",
        "^output": "Q8_0"}  # fmt: skip
 PLAN = {"*": "q4_k", "*.down_proj": "int8:group=32", "*.o_proj": "int4:group=32", "lm_head": "q6_k"}
+READ = ("glm4_moe", "lfm2")  # and not written
 IDS = torch.arange(40)[None] * 7 % 90
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in READ])
 def test_a_file_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
     """Every family: converted, exported, and the tensors' bytes and the metadata are the same."""
     write(tiny(name), tmp_path / "model.gguf", MIX)

@@ -45,6 +45,19 @@ CAPS = {
 }
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
            "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+ROUTED = {  # by sigmoids, with a bias
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+SIGMOID = 2  # of expert_gating_func
+PARTLY = ("phi3", "glm4", "glm4moe")  # whose heads may be rotated in part
 SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 # What a model does without a key, where that is not 0, none or "": llama.cpp's defaults.
 USUAL = {
@@ -72,6 +85,7 @@ class Family(NamedTuple):
         fixed: Of config.json, where the file says nothing.
         paired: Rows of q and k are stored in pairs, as ggml's rotary embedding takes them.
         plus_one: Weights of norms are stored with 1 added.
+        written: Whether such models are written, too.
     """
 
     arch: str
@@ -81,6 +95,7 @@ class Family(NamedTuple):
     fixed: Mapping[str, Any] = {}
     paired: bool = False
     plus_one: bool = False
+    written: bool = True
 
 
 FAMILIES = (
@@ -100,6 +115,14 @@ FAMILIES = (
     Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", WINDOW | CAPS, plus_one=True,
            fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     Family("phi3", "phi3", "Phi3ForCausalLM", WINDOW),
+    Family("glm4", "glm4", "Glm4ForCausalLM"),
+    Family("glm4moe", "glm4_moe", "Glm4MoeForCausalLM", ROUTED, written=False,
+           fixed={"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+                  "norm_topk_prob": False}),
+    Family("lfm2", "lfm2", "Lfm2ForCausalLM", written=False,
+           keys={"shortconv.l_cache": "conv_L_cache",
+                 "attention.layer_norm_rms_epsilon": "norm_eps"},
+           fixed={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
 )  # fmt: skip
 
 
@@ -132,11 +155,15 @@ def config_of(contents: Contents) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.kind], "model_type": family.model_type}
     config |= family.fixed
     keys = COMMON | dict(family.keys)
+    if family.arch == "lfm2":
+        config["layer_types"] = short_convolutions(own)
+    if family.arch == "glm4moe":
+        config |= without_drafts(own)
     config |= {name: own.number(key) for key, name in keys.items() if key in own.values}
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] < 1:
             raise InvalidInput(f"{path}: has no whole number of {name} in its metadata")
-    if "rms_norm_eps" not in config:  # which has no default
+    if keys["attention.layer_norm_rms_epsilon"] not in config:  # which has no default
         raise InvalidInput(f"{path}: has no attention.layer_norm_rms_epsilon in its metadata")
     if config["num_hidden_layers"] > len(contents.tensors):
         raise InvalidInput(
@@ -155,7 +182,7 @@ def config_of(contents: Contents) -> dict[str, Any]:
         raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    if family.model_type in ("llama", "qwen3", "qwen3_moe"):
+    if family.model_type in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in contents.tensors
     if family.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensors
@@ -280,8 +307,8 @@ def rope(own: Own, config: dict[str, Any]) -> None:
     elif original and own.arch == "phi3":
         config["original_max_position_embeddings"] = original
     turned = own.number("rope.dimension_count", config["head_dim"])
-    if turned != config["head_dim"]:
-        if own.arch != "phi3":
+    if turned != config["head_dim"] or own.arch.startswith("glm4"):  # half of it there by default
+        if own.arch not in PARTLY:
             raise InvalidInput(
                 f"{path}: {turned} of {config['head_dim']} channels are rotated, which "
                 f"{own.arch} of transformers does not do"
@@ -311,6 +338,25 @@ def gemma3(own: Own, config: dict[str, Any]) -> None:
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": local},
     }
+
+
+def short_convolutions(own: Own) -> list[str]:
+    """Of LFM2: the types of layers; those that have no heads of keys are convolutions."""
+    heads = own.values.get("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) != own.number("block_count"):
+        raise InvalidInput(f"{own.path}: has no attention.head_count_kv for each layer")
+    own.values["attention.head_count_kv"] = [n for n in heads if n] or 0
+    return ["full_attention" if n else "conv" for n in heads]
+
+
+def without_drafts(own: Own) -> dict[str, Any]:
+    """Of GLM-4.5: what it says without a key. Layers that draft tokens are no part of the model."""
+    if own.number("expert_gating_func", SIGMOID) != SIGMOID:
+        raise InvalidInput(f"{own.path}: experts that are chosen by no sigmoid cannot be read")
+    drafts, count = own.number("nextn_predict_layers", 0), own.number("block_count", 0)
+    own.values["block_count"] = count - drafts
+    norms = "blk.0.attn_q_norm.weight" in own.contents.tensors
+    return {"use_qk_norm": norms, "num_nextn_predict_layers": drafts}
 
 
 # The way back.

@@ -210,12 +210,13 @@ def family_of(source: Checkpoint) -> Family:
         InvalidInput: None that can be written.
     """
     names = source.config.get("architectures") or []
-    for family in FAMILIES:
+    families = [family for family in FAMILIES if family.written]
+    for family in families:
         if source.config.get("model_type") == family.model_type and family.kind in names:
             return family
     raise InvalidInput(
         f"{source.directory}: {', '.join(map(str, names)) or 'its model'} cannot be written as "
-        f"GGUF, only {', '.join(family.kind for family in FAMILIES)}"
+        f"GGUF, only {', '.join(family.kind for family in families)}"
     )
 
 

@@ -198,7 +198,8 @@ def named(path: Path, family: Family, layers: int, tied: bool, model: nn.Module)
         if name == HEAD and tied:
             continue
         expert = EXPERT.search(name)
-        theirs = table.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        general = EXPERT.sub(".experts.", name).replace("correction_bias", "correction.bias")
+        theirs = table.get_name(general, try_suffixes=(".weight", ".bias"))
         theirs = "output.weight" if name == HEAD else theirs
         if theirs is None:
             raise InvalidInput(f"{path}: ggml's {family.arch} has no tensor for {name}")
@@ -239,7 +240,10 @@ def placed(
             layers[layer] = linear(layer, block, rows)
         else:
             stored[name] = dense(block, shape, rows, config, family, name)
-    unknown = [name for name in contents.tensors if name not in used]
+    first = config["num_hidden_layers"]
+    drafts = range(first, first + config.get("num_nextn_predict_layers", 0))  # layers of no model
+    ignored = tuple(f"blk.{number}." for number in drafts)
+    unknown = [name for name in contents.tensors if not (name in used or name.startswith(ignored))]
     if unknown:
         raise InvalidInput(
             f"{path}: {len(unknown)} tensors are not in transformers' {family.kind}, such as "
