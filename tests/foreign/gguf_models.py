@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": 40}),
     "glm4": ("glm4", {"attention_bias": True}),
     "glm4_moe": ("glm4moe", ROUTED | {"use_qk_norm": True, "routed_scaling_factor": 1.5}),
+    "deepseek_v3": ("deepseek2", ROUTED | {
+        "q_lora_rank": 256, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 256,
+        "v_head_dim": 128, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+    }),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"],
                       "block_auto_adjust_ff_dim": False}),
 }  # fmt: skip
@@ -169,6 +173,11 @@ def parts_of(name: str, tensor: Tensor, table: Any, config: Any) -> list[tuple[s
     if name.endswith("conv.conv.weight"):
         tensor = tensor[:, 0]
     name = name.replace("correction_bias", "correction.bias")
+    if name.endswith("kv_b_proj.weight"):
+        both = tensor.unflatten(0, (config.num_attention_heads, -1))
+        k, v = both.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+        block = "blk." + name.split(".")[2]
+        return [(f"{block}.attn_k_b.weight", k.transpose(1, 2)), (f"{block}.attn_v_b.weight", v)]
     if name.endswith("experts.gate_up_proj"):
         block = "blk." + name.split(".")[2]
         gate, up = tensor.chunk(2, 1)
@@ -198,9 +207,19 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
         heads = [config.num_key_value_heads * (t != "conv") for t in config.layer_types]
         out |= {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache,
                 "vocab_size": config.vocab_size}  # fmt: skip
+    if arch == "deepseek2":
+        wide = config.kv_lora_rank + config.qk_rope_head_dim
+        out |= {
+            "attention.q_lora_rank": config.q_lora_rank,
+            "attention.kv_lora_rank": config.kv_lora_rank, "attention.key_length": wide,
+            "attention.value_length": config.kv_lora_rank, "attention.head_count_kv": 1,
+            "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "attention.value_length_mla": config.v_head_dim, "vocab_size": config.vocab_size,
+            "rope.dimension_count": config.qk_rope_head_dim,
+        }  # fmt: skip
     if arch.startswith("glm4"):
         out["rope.dimension_count"] = int(config.head_dim * rope["partial_rotary_factor"])
-    if arch == "glm4moe":
+    if arch in ("glm4moe", "deepseek2"):
         out |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob,
                 "expert_weights_scale": config.routed_scaling_factor,
                 "expert_shared_count": config.n_shared_experts,

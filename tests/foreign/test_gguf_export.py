@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer, Pr
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
-from anybit.checkpoint.foreign.gguf_config import FAMILIES, metadata_of
+from anybit.checkpoint.foreign.gguf_config import metadata_of
+from anybit.checkpoint.foreign.gguf_families import FAMILIES
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json, write_json
 from anybit.nn.model import quantized_layers
@@ -20,7 +21,7 @@ from tests.foreign.gguf_models import MODELS, tiny, write
 MIX = {"attn_v|ffn_down": "Q6_K", "attn_q": "Q5_1", "ffn_gate.w": "IQ4_XS", "attn|ffn": "Q3_K",
        "^output": "Q8_0"}  # fmt: skip
 PLAN = {"*": "q4_k", "*.down_proj": "int8:group=32", "*.o_proj": "int4:group=32", "lm_head": "q6_k"}
-READ = ("glm4_moe", "lfm2")  # and not written
+READ = ("deepseek_v3", "glm4_moe", "lfm2")  # and not written
 IDS = torch.arange(40)[None] * 7 % 90
 
 

@@ -7,123 +7,31 @@ output without an error. Constants that llama.cpp has in its code are here, too.
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.checkpoint.foreign.gguf_families import (
+    CAPS,
+    COMMON,
+    FAMILIES,
+    GEMMA3_LOCAL_BASE,
+    GEMMA3_PERIOD,
+    GEMMA_27B,
+    NOT_IDLE,
+    OFF,
+    OTHERS,
+    PARTLY,
+    ROPE,
+    SIGMOID,
+    TOKENS,
+    USUAL,
+    Family,
+)
 from anybit.checkpoint.foreign.gguf_file import Block, Contents
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
-
-COMMON = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-}
-ROPE = {
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.attn_factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",  # says nothing of how to run a model
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-}
-OTHERS = {"vocab_size", "attention.value_length", "tensor_data_layout"}
-WINDOW = {"attention.sliding_window": "sliding_window"}
-CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
-EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-           "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
-ROUTED = {  # by sigmoids, with a bias
-    "expert_count": "n_routed_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_count": "n_shared_experts",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "leading_dense_block_count": "first_k_dense_replace",
-}
-SIGMOID = 2  # of expert_gating_func
-PARTLY = ("phi3", "glm4", "glm4moe")  # whose heads may be rotated in part
-SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-# What a model does without a key, where that is not 0, none or "": llama.cpp's defaults.
-USUAL = {
-    "logit_scale": 1, "residual_scale": 1, "embedding_scale": 1, "expert_weights_scale": 1,
-}  # fmt: skip
-NOT_IDLE = {"rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"}  # at 0
-OFF = {
-    "expert_weights_norm",
-    "swin_norm",
-    "use_parallel_residual",
-}  # false, where files say nothing
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers of those whose queries are scaled otherwise
-GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 6, 10000.0
-TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-
-
-class Family(NamedTuple):
-    """Models of one architecture.
-
-    Attributes:
-        arch: ggml's name.
-        model_type: transformers' name.
-        kind: Its class.
-        keys: Of the architecture, and their names in config.json.
-        fixed: Of config.json, where the file says nothing.
-        paired: Rows of q and k are stored in pairs, as ggml's rotary embedding takes them.
-        plus_one: Weights of norms are stored with 1 added.
-        written: Whether such models are written, too.
-    """
-
-    arch: str
-    model_type: str
-    kind: str
-    keys: Mapping[str, str] = {}
-    fixed: Mapping[str, Any] = {}
-    paired: bool = False
-    plus_one: bool = False
-    written: bool = True
-
-
-FAMILIES = (
-    Family("llama", "llama", "LlamaForCausalLM", paired=True),
-    Family(
-        "llama", "mixtral", "MixtralForCausalLM", paired=True,
-        keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    ),
-    Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
-    Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
-    Family("qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS | SHARED,
-           {"norm_topk_prob": False}),
-    Family("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", EXPERTS, {"norm_topk_prob": True}),
-    Family("gemma", "gemma", "GemmaForCausalLM", plus_one=True),
-    Family("gemma2", "gemma2", "Gemma2ForCausalLM", WINDOW | CAPS, plus_one=True,
-           fixed={"sliding_window": 4096}),
-    Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", WINDOW | CAPS, plus_one=True,
-           fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None}),
-    Family("phi3", "phi3", "Phi3ForCausalLM", WINDOW),
-    Family("glm4", "glm4", "Glm4ForCausalLM"),
-    Family("glm4moe", "glm4_moe", "Glm4MoeForCausalLM", ROUTED, written=False,
-           fixed={"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
-                  "norm_topk_prob": False}),
-    Family("lfm2", "lfm2", "Lfm2ForCausalLM", written=False,
-           keys={"shortconv.l_cache": "conv_L_cache",
-                 "attention.layer_norm_rms_epsilon": "norm_eps"},
-           fixed={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
-)  # fmt: skip
 
 
 def family_of(contents: Contents) -> Family:
@@ -157,8 +65,12 @@ def config_of(contents: Contents) -> dict[str, Any]:
     keys = COMMON | dict(family.keys)
     if family.arch == "lfm2":
         config["layer_types"] = short_convolutions(own)
+    if "expert_weights_scale" in keys:
+        sigmoids(own)
     if family.arch == "glm4moe":
-        config |= without_drafts(own)
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in contents.tensors
+    if family.arch == "deepseek2":
+        config |= latent(own)
     config |= {name: own.number(key) for key, name in keys.items() if key in own.values}
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] < 1:
@@ -300,6 +212,9 @@ def rope(own: Own, config: dict[str, Any]) -> None:
             "beta_slow": own.number("rope.scaling.yarn_beta_slow", 1.0),
             "original_max_position_embeddings": original,
         }
+        if own.arch == "deepseek2":  # whose file has a tenth, of what scales scores
+            scores = round(10 * own.number("rope.scaling.yarn_log_multiplier", 0.0), 6)
+            made |= {"attention_factor": 1.0, "mscale": scores, "mscale_all_dim": scores}
     elif scaling != "none":
         raise InvalidInput(f"{path}: rotary embeddings of type {scaling!r} cannot be read")
     elif factor != 1:
@@ -349,14 +264,27 @@ def short_convolutions(own: Own) -> list[str]:
     return ["full_attention" if n else "conv" for n in heads]
 
 
-def without_drafts(own: Own) -> dict[str, Any]:
-    """Of GLM-4.5: what it says without a key. Layers that draft tokens are no part of the model."""
-    if own.number("expert_gating_func", SIGMOID) != SIGMOID:
+def sigmoids(own: Own) -> None:
+    """Of routers by sigmoids. Layers that draft tokens are no part of the model."""
+    usual = SIGMOID if own.arch == "glm4moe" else 0
+    if own.number("expert_gating_func", usual) != SIGMOID:
         raise InvalidInput(f"{own.path}: experts that are chosen by no sigmoid cannot be read")
-    drafts, count = own.number("nextn_predict_layers", 0), own.number("block_count", 0)
-    own.values["block_count"] = count - drafts
-    norms = "blk.0.attn_q_norm.weight" in own.contents.tensors
-    return {"use_qk_norm": norms, "num_nextn_predict_layers": drafts}
+    drafts = own.number("nextn_predict_layers", 0)
+    own.values["block_count"] = own.number("block_count", 0) - drafts
+
+
+def latent(own: Own) -> dict[str, Any]:
+    """Of DeepSeek: sizes of heads. Files say how llama.cpp runs them, as one head of latents."""
+    turned = own.number("rope.dimension_count", 0)
+    old = [own.number(f"attention.{name}_length", 0) for name in ("key", "value")]
+    wide, value = (
+        own.number(f"attention.{name}_length_mla", size)
+        for name, size in zip(("key", "value"), old, strict=True)
+    )
+    own.values |= {"attention.key_length": turned, "attention.value_length": turned}
+    own.values["attention.head_count_kv"] = own.number("attention.head_count")
+    ranks = {"q_lora_rank": own.number("attention.q_lora_rank")}
+    return ranks | {"qk_nope_head_dim": wide - turned, "v_head_dim": value}
 
 
 # The way back.

@@ -17,7 +17,8 @@ from torch import Tensor
 from anybit.checkpoint.foreign.ct_layers import keys_of
 from anybit.checkpoint.foreign.export import KV_SCALES, Checkpoint, check_all
 from anybit.checkpoint.foreign.ggml import TYPES, pack
-from anybit.checkpoint.foreign.gguf_config import FAMILIES, Family, metadata_of
+from anybit.checkpoint.foreign.gguf_config import metadata_of
+from anybit.checkpoint.foreign.gguf_families import FAMILIES, Family
 from anybit.checkpoint.foreign.gguf_file import block_sizes
 from anybit.checkpoint.foreign.gguf_model import Named, named, unpaired
 from anybit.checkpoint.foreign.gguf_tokens import write_vocabulary

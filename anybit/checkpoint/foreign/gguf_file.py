@@ -26,6 +26,7 @@ SCALARS = {
 }  # fmt: skip
 STRING, ARRAY = 8, 9
 DENSE = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # and the names in safetensors
+THREE = re.compile(r"_exps\.|\.attn_[kv]_b\.")  # tensors of experts or heads
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -212,7 +213,7 @@ class _Header:
             if number not in sizes:
                 raise InvalidInput(f"{self.path}: {name} has the unknown type {number} of ggml")
             kind, columns, nbytes = sizes[number]
-            if kind not in DENSE and len(shape) != (3 if "_exps." in name else 2):
+            if kind not in DENSE and len(shape) != (3 if THREE.search(name) else 2):
                 raise self.error(f"{name} of type {kind} has {len(shape)} dimensions")
             if min(shape) < 1 or math.prod(shape) > self.size * 64 or shape[-1] % columns:
                 raise self.error(f"{name} cannot have shape {shape} in type {kind}")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import Layer
 from anybit.checkpoint.foreign.ggml import CHUNK, TYPES, unpack
-from anybit.checkpoint.foreign.gguf_config import Family, config_of, family_of
+from anybit.checkpoint.foreign.gguf_config import config_of, family_of
+from anybit.checkpoint.foreign.gguf_families import Family
 from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents, read_model
 from anybit.checkpoint.names import Names
 from anybit.errors import InvalidInput, in_a_line
@@ -219,6 +220,14 @@ def placed(
     for own, name, theirs, expert in named(path, family, config["num_hidden_layers"], tied, model):
         shape = tuple(tensors[own].shape)
         block = contents.tensors.get(theirs)
+        if block is None and theirs.endswith("attn_kv_b.weight"):
+            halves = [theirs.replace("kv_b", f"{which}_b") for which in "kv"]
+            k, v = (contents.tensors.get(half) for half in halves)
+            if k is not None and v is not None:
+                used.update(halves)
+                layer = name.rpartition(".")[0]
+                stored[name], layers[layer] = k.stored, latent(layer, k, v, shape)
+                continue
         if block is None:
             raise InvalidInput(f"{path}: has no tensor {theirs} for {name}")
         used.add(theirs)
@@ -240,8 +249,7 @@ def placed(
             layers[layer] = linear(layer, block, rows)
         else:
             stored[name] = dense(block, shape, rows, config, family, name)
-    first = config["num_hidden_layers"]
-    drafts = range(first, first + config.get("num_nextn_predict_layers", 0))  # layers of no model
+    drafts = range(config["num_hidden_layers"], contents.metadata[f"{family.arch}.block_count"])
     ignored = tuple(f"blk.{number}." for number in drafts)
     unknown = [name for name in contents.tensors if not (name in used or name.startswith(ignored))]
     if unknown:
@@ -268,6 +276,32 @@ def linear(name: str, block: Block, rows: Tensor | None) -> Layer:
         kind.format,
         lambda: unpack(kind, in_order(block.stored, rows), name),
     )
+
+
+def latent(name: str, k: Block, v: Block, shape: tuple[int, ...]) -> Layer:
+    """What makes keys and values of a latent, from parts of each head: K (heads, latent, channels),
+    and V (heads, channels, latent).
+    """
+
+    def read() -> Tensor:
+        parts = [
+            decoded(block.stored.read().flatten(0, 1), block.kind, torch.float32, name).view(
+                block.shape
+            )
+            for block in (k, v)
+        ]
+        return torch.cat((parts[0].transpose(1, 2), parts[1]), 1).reshape(shape)
+
+    both = (*k.shape, *v.shape)
+    if (
+        len(k.shape) != 3
+        or len(v.shape) != 3
+        or k.shape[:2] != v.shape[::2]
+        or shape != (both[0] * (both[2] + both[4]), both[1])
+    ):
+        raise InvalidInput(f"{name}: parts of shapes {k.shape} and {v.shape} are none of {shape}")
+    reason = "its file has it in two parts, one of them transposed"
+    return Layer((shape[0], shape[1]), (f"{name}.weight",), None, read, reason)
 
 
 def dense(
