@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import anybit
 from anybit.checkpoint.foreign.ggml import TYPES, pack
+from anybit.checkpoint.foreign.gguf_families import SCALES
 
 SMALL = {
     "hidden_size": 256,
@@ -46,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GEMMA),
     "gemma3_text": ("gemma3", GEMMA | {"num_hidden_layers": 7}),
     "phi3": ("phi3", {"sliding_window": 40}),
+    "granite": ("granite", {"attention_multiplier": 0.1, "embedding_multiplier": 3.0,
+                            "residual_multiplier": 0.5, "logits_scaling": 4.0}),
     "glm4": ("glm4", {"attention_bias": True}),
     "glm4_moe": ("glm4moe", ROUTED | {"use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "deepseek_v3": ("deepseek2", ROUTED | {
@@ -160,7 +163,7 @@ def unpaired(w: Tensor, heads: int) -> Tensor:
 
 def heads_of(name: str, config: Any) -> int:
     """Heads of a tensor whose rows ggml pairs; 0 for others."""
-    if config.model_type not in ("llama", "mixtral"):
+    if config.model_type not in ("llama", "mixtral", "granite"):
         return 0
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2], 0)
@@ -203,6 +206,8 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
         "attention.value_length": config.head_dim,
     }
     rope = config.rope_parameters
+    if arch == "granite":
+        out |= {key: getattr(config, name) for key, name in SCALES.items()}
     if arch == "lfm2":
         heads = [config.num_key_value_heads * (t != "conv") for t in config.layer_types]
         out |= {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache,
@@ -225,7 +230,7 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
                 "expert_shared_count": config.n_shared_experts,
                 "leading_dense_block_count": config.first_k_dense_replace}  # fmt: skip
     out["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
-    if arch in ("llama", "phi3"):
+    if arch in ("llama", "phi3", "granite"):
         out |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
     for own, theirs in (
         ("num_local_experts", "expert_count"),

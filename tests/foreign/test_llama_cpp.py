@@ -81,7 +81,7 @@ def test_what_its_quantizer_writes_is_read(kind: str, tmp_path: Path) -> None:
     agree(tmp_path / "file.gguf", model.eval(), 0.06)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4", "glm4_moe", "deepseek_v3", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3", "granite", "glm4", "glm4_moe", "deepseek_v3", "lfm2"])
 def test_logits_of_other_families_are_its_own(name: str, tmp_path: Path) -> None:
     write(tiny(name), tmp_path / "model.gguf", {"ffn_down.weight": "Q8_0"}, tokens=96)
     convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")

@@ -94,9 +94,9 @@ def config_of(contents: Contents) -> dict[str, Any]:
         raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    if family.model_type in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe"):
+    if family.model_type in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "granite"):
         config["attention_bias"] = "blk.0.attn_q.bias" in contents.tensors
-    if family.model_type == "llama":
+    if family.model_type in ("llama", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensors
     if not config.get("sliding_window"):
         config["sliding_window"] = None
@@ -107,6 +107,8 @@ def config_of(contents: Contents) -> dict[str, Any]:
         token = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config[key] = token if isinstance(token, int) else None
     rope(own, config)
+    if family.arch == "granite":  # where transformers' default is 1
+        config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if family.arch in GEMMA_27B:
         heads = config["hidden_size"] // config["num_attention_heads"]
         large = config["num_hidden_layers"] == GEMMA_27B[family.arch]

@@ -32,6 +32,10 @@ CAPS = {
 }
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
            "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 ROUTED = {  # by sigmoids, with a bias
     "expert_count": "n_routed_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -102,6 +106,7 @@ FAMILIES = (
     Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", WINDOW | CAPS, plus_one=True,
            fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     Family("phi3", "phi3", "Phi3ForCausalLM", WINDOW),
+    Family("granite", "granite", "GraniteForCausalLM", SCALES, paired=True),
     Family("glm4", "glm4", "Glm4ForCausalLM"),
     Family("glm4moe", "glm4_moe", "Glm4MoeForCausalLM", ROUTED, written=False,
            fixed={"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
