@@ -141,6 +141,8 @@ class IQuant(Format):
 
     name: str = "iq3_s"
 
+    searched = False
+
     @property
     def kind(self) -> Kind:
         return KINDS[self.name]
