@@ -9,6 +9,7 @@ for 512 tokens, of which the GPU works 9).
 
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.models.layers import Decoder
@@ -33,6 +35,8 @@ SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025
 # Tokens of a step that reads prompts: at most an eighth of it is padding.
 PROMPTS = (16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, 2049, 128))
 MOST_SINGLE = 256  # sequences with one token, and drafted tokens, beside prompts
+EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,
+         torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}  # fmt: skip
 LONGEST = 1 << 14  # tokens of one sequence beside prompts: a single program reads all before it
 
 
@@ -150,6 +154,16 @@ class Rows:
         )
 
 
+class Zeros(TorchDispatchMode):
+    """Tensors that torch leaves as memory is are zeros inside."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), given: Any = None
+    ) -> Any:
+        out = function(*args, **(given or {}))
+        return out.zero_() if function.overloadpacket in EMPTY else out
+
+
 class StepGraphs:
     """Replays the model on steps.
 
@@ -196,11 +210,9 @@ class StepGraphs:
         Returns:
             Seconds of a step that reads a prompt from its beginning, by its size.
         """
-        both = filter(None, (self.prompts, self.written))
-        todo = [(rows, size) for rows in both for size in rows.sizes]
-        seconds = {}
+        todo, seconds = self._todo(), {}
         with progress("preparing steps", len(todo), show_progress) as step:
-            for rows, size in sorted(todo, key=lambda pair: -pair[1]):
+            for rows, size in todo:
                 rows.fill(size, [])
                 self._replay(rows, size)
                 if rows is self.prompts:
@@ -212,6 +224,25 @@ class StepGraphs:
                     seconds[size] = time.perf_counter() - start
                 step(1)
         return seconds
+
+    def launches(self) -> list[Callable[[], object]]:
+        """A call for each graph, the largest first, that launches what the graph holds.
+
+        Tensors begin with zeros: where a kernel is not launched, no index is out of its range.
+        """
+
+        def run(rows: Rows, size: int) -> None:
+            rows.fill(size, [])
+            with Zeros():  # type: ignore[no-untyped-call]
+                self._forward(rows, size)
+
+        return [partial(run, rows, size) for rows, size in self._todo()]
+
+    def _todo(self) -> list[tuple[Rows, int]]:
+        """All graphs, the largest first."""
+        both = filter(None, (self.prompts, self.written))
+        todo = [(rows, size) for rows in both for size in rows.sizes]
+        return sorted(todo, key=lambda pair: -pair[1])
 
     def _prompts_of(self, size: int, rows: Rows) -> list[Scheduled]:
         """A step of a size that reads a prompt, or several where texts are shorter than that."""

@@ -1,22 +1,16 @@
 """What an engine does before its first request, so that none waits for a compiler or a capture."""
 
 import logging
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Engine, Stats
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.weights import Dense
 from anybit.kernels import compilations
-from anybit.kernels.backend import CODES, Activations
-from anybit.kernels.cute.build import build_for
-from anybit.kernels.registry import get_backend
-from anybit.nn.multiplier import Multiplier
+from anybit.kernels.ahead import Missing, build_for, collected
 
 log = logging.getLogger("anybit.engine")
 WORTH = 3  # kernels for which other processes, which take seconds to start, are worth it
@@ -47,10 +41,9 @@ def make_ready(engine: Engine, max_itl: float) -> None:
     compilations.watch()
     drafter = engine.speculation.drafter if engine.speculation else None
     with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
-        compile_products(runner)
-        seconds = runner.graphs.capture_all()
+        seconds = captured(runner.graphs)
         if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
-            drafter.runner.graphs.capture_all()
+            captured(drafter.runner.graphs)
     if seconds:
         scheduler.beside = max([n for n, s in seconds.items() if s <= max_itl] or [min(seconds)])
     token = engine.vocabulary - 1
@@ -65,49 +58,15 @@ def make_ready(engine: Engine, max_itl: float) -> None:
     engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 
-def compile_products(runner: ModelRunner) -> None:
-    """Compile what products of all graphs' sizes launch, side by side instead of one by one."""
-    graphs, words = runner.graphs, runner.model.embed_tokens
-    assert graphs is not None
-    steps = [rows for rows in (graphs.written, graphs.prompts) if rows]
-    head = getattr(runner.model, "lm_head", None)  # it sees the ends of texts alone
-    layers: dict[Any, Multiplier | Dense] = {}
-    for layer in runner.model.modules():
-        if isinstance(layer, Multiplier):
-            layers[layer.scheme, layer.backend, layer.prepared.shape] = layer
-        elif isinstance(layer, Dense):
-            layers[layer.weight.shape] = layer
-    # Of answers' tokens there may be a second row; see `between.Answers`.
-    low = {kind: kind == "int8" and runner.model.exact_answers for kind in (None, *CODES)}
-    todo = [
-        (layer, size)
-        for layer in layers.values()
-        for size in sorted({
-            size + low[getattr(layer, "activation", None)] * rows.single(size)
-            for rows in steps[: 1 if layer is head else 2]
-            for size in rows.sizes
-        })
-    ]  # fmt: skip
-
-    def multiply(layer: Multiplier | Dense, size: int) -> None:
-        if isinstance(layer, Dense):
-            layer(layer.weight.new_zeros(size, layer.weight.shape[1]))
-        else:
-            x = placeholder(layer, size, words.dtype)
-            get_backend(layer.backend).linear(x, layer.prepared, None)
-
-    for error in build_for([partial(multiply, *each) for each in todo], WORTH):
-        log.debug("left to its first use: %s", error)
-
-
-def placeholder(layer: Multiplier, tokens: int, dtype: torch.dtype) -> Tensor | Activations:
-    """Tokens (M, K) of zeros, as a layer multiplies them."""
-    x = torch.zeros(tokens, layer.in_features, dtype=dtype, device=layer.device)
-    if layer.activation is None:
-        return x
-    scale = torch.zeros(tokens, device=layer.device)
-    sums = scale.int() if layer.activation == "int8" else scale.new_empty(0, dtype=torch.int32)
-    return Activations(x.to(CODES[layer.activation]), scale, sums, dtype)
+def captured(graphs: StepGraphs) -> dict[int, float]:
+    """`StepGraphs.capture_all`, for which all kernels are compiled side by side if any is not."""
+    try:
+        with collected(strict=True):
+            return graphs.capture_all()
+    except Missing:
+        for error in build_for(graphs.launches(), WORTH):
+            log.debug("left to its first use: %s", error)
+        return graphs.capture_all()
 
 
 def after_ready(engine: Engine) -> tuple[int, int]:

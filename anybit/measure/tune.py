@@ -19,9 +19,9 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels import registry, tuned
+from anybit.kernels.ahead import build_for
 from anybit.kernels.backend import HALVES, LayerSpec, NoRoom, Prepared, Tunable
 from anybit.kernels.cute import jit
-from anybit.kernels.cute.build import build_for
 from anybit.kernels.reference import quantized_activation
 from anybit.measure.timing import medians_in_turns, rotated
 from anybit.progress import progress

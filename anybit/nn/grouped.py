@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.packed import Packed, stack
+from anybit.kernels.ahead import Uncompiled
 from anybit.kernels.backend import Activations, Grouped, LayerSpec, Prepared, octaves
 from anybit.kernels.between import Routing, outside
 from anybit.kernels.registry import grouped
@@ -52,7 +53,12 @@ class QuantExperts(Frozen):
             x = around.before(x)
         elif around.order is not None:
             x = x._replace(codes=around.before(x.codes))
-        return around.after(self.kernels.linear_experts(x, starts, self.prepared), None)
+        try:
+            y = self.kernels.linear_experts(x, starts, self.prepared)
+        except Uncompiled:
+            rows = x if isinstance(x, Tensor) else x.codes
+            y = rows.new_zeros(len(rows), self.prepared.shape[0], dtype=x.dtype)
+        return around.after(y, None)
 
 
 def group(

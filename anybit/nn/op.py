@@ -13,6 +13,7 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.planes import segments
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidType, Unsupported
+from anybit.kernels.ahead import Uncompiled
 from anybit.kernels.backend import Activations, Prepared
 from anybit.kernels.between import of
 from anybit.kernels.registry import get_backend
@@ -66,7 +67,10 @@ def multiply(
         if sums is None or dtype is None:
             raise InvalidType("quantized activations need scale, sums and dtype")
         rows = Activations(x, scale, sums, dtype)
-    return get_backend(backend).linear(rows, prepared, bias)
+    try:
+        return get_backend(backend).linear(rows, prepared, bias)
+    except Uncompiled:
+        return x.new_zeros(len(x), n, dtype=dtype or x.dtype)
 
 
 @cache

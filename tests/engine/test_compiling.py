@@ -1,76 +1,74 @@
 """What an engine compiles before its first step, on stand-ins for kernels."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
 
 from anybit.engine import ready
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
-from anybit.engine.weights import Dense
+from anybit.kernels import ahead
 from anybit.kernels.backend import Activations, Prepared
-from anybit.kernels.between import of
-from anybit.kernels.cute import build as cute_build
-from anybit.kernels.cute import jit
+from anybit.nn import op
 from tests.engine.conftest import PICO
 
 
-def steps_of(*sizes: int) -> SimpleNamespace:
-    """Steps of these sizes, as graphs hold them."""
-    return SimpleNamespace(sizes=sizes, single=lambda size: size)
+class Graphs(StepGraphs):
+    """Graphs whose steps run as they are, which a CPU can do."""
+
+    def capture_all(self, show_progress: bool | None = None) -> dict[int, float]:
+        for rows, size in self._todo():
+            rows.fill(size, [])
+            self._forward(rows, size)
+        return {}
 
 
 @pytest.mark.parametrize("scheme", ["int4:group=64", "int8@int8"])
-def test_products_of_all_sizes_are_compiled_together(
+def test_kernels_of_all_steps_are_compiled_together(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a launch that comes behind another; what does not compile is left to its first use."""
-    runner = LLM(PICO, {"*": scheme, "lm_head": scheme}, dtype="float32").engine.runner
-    sizes = steps_of(1, 2), steps_of(16, 64)
-    runner.graphs = SimpleNamespace(written=sizes[0], prompts=sizes[1])
-    there: set[tuple] = set()
-    together: list[list] = []
-    seen: set[tuple[int, int]] = set()
+    """Also one behind another; what does not compile is left to its first use."""
+    llm = LLM(PICO, {"*": scheme, "lm_head": scheme}, dtype="float32", length=128, max_running=2)
+    runner = llm.engine.runner
+    graphs = Graphs(runner.model, runner.caches, runner.block_size, 2, 8, prompts=(16, 64))
+    there: set[str] = set()
+    together: list[set[str]] = []
+    one_by_one: list[str] = []
 
     class Stand:
-        def linear(self, x: torch.Tensor | Activations, prepared: Prepared, bias: None) -> None:
+        def linear(self, x: torch.Tensor | Activations, prepared: Prepared, bias: None) -> object:
             codes = x.codes if isinstance(x, Activations) else x
-            assert codes.dtype == (torch.int8 if "@" in scheme else torch.float32)
-            seen.add((len(codes), prepared.shape[0]))
-            for kernel in ((len(codes), *prepared.shape), (len(codes), "behind")):
-                if kernel not in there:
-                    jit._wanted.get()[kernel] = None
-                    raise jit.Uncompiled
+            assert ("@" in scheme) == (prepared.activation is not None)
+            m, n = len(codes), prepared.shape[0]
+            for kernel in (f"{m} {n}", f"{m} behind"):
+                if kernel in there:
+                    continue
+                if notes := ahead.notes():
+                    raise notes.missing(kernel, partial(there.add, kernel))
+                one_by_one.append(kernel)
+                there.add(kernel)
+            return torch.zeros(m, n, dtype=x.dtype)
 
-    def build(kernels: list) -> list[str]:
-        together.append(kernels)
-        there.update(kernels)
-        return ["a kernel: it does not compile"]
+    def side_by_side(calls: list) -> list[str]:
+        before, broken = set(there), [call.args[0] == "2 behind" for call in calls]
+        for call, fails in zip(calls, broken, strict=True):
+            if not fails:
+                call()
+        together.append(there - before)
+        return ["it does not compile" if fails else "" for fails in broken]
 
-    monkeypatch.setattr(ready, "get_backend", lambda name: Stand())
-    monkeypatch.setattr(cute_build, "build", build)
-    ready.compile_products(runner)
+    monkeypatch.setattr(op, "get_backend", lambda name: Stand())
+    monkeypatch.setattr(ahead, "side_by_side", side_by_side)
+    with torch.inference_mode():
+        ready.captured(graphs)
     shapes = {layer.prepared.shape for layer in runner.model.modules() if hasattr(layer, "scheme")}
     vocabulary = len(runner.model.embed_tokens)
-    want = {(m, *s) for s in shapes for m in ((1, 2) if s[0] == vocabulary else (1, 2, 16, 64))}
-    assert set(together[0]) == want
-    assert set(together[1]) == {(m, "behind") for m in (1, 2, 16, 64)}
-    assert len(together) == 2
-    assert {m for m, n in seen if n == vocabulary} <= {1, 2}
-    ready.compile_products(runner)
+    sizes = {n: (1, 2) if n == vocabulary else (1, 2, 16, 64) for n, _ in shapes}
+    assert together[0] == {f"{m} {n}" for n in sizes for m in sizes[n]}
+    assert together[1] == {f"{m} behind" for m in (1, 16, 64)}
+    assert one_by_one == ["2 behind"]
+    with torch.inference_mode():
+        ready.captured(graphs)
     assert len(together) == 2  # all are there
-
-
-def test_layers_that_are_not_quantized_compile_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = LLM(PICO, dtype="float32").engine.runner
-    runner.graphs = SimpleNamespace(written=steps_of(1, 2), prompts=None)
-    seen: set[tuple] = set()
-
-    def linear(self: object, x: torch.Tensor, weight: torch.Tensor, bias: object) -> None:
-        seen.add((len(x), *weight.shape))
-
-    monkeypatch.setattr(type(of(runner.model.embed_tokens)), "linear", linear)
-    ready.compile_products(runner)
-    shapes = {m.weight.shape for m in runner.model.modules() if isinstance(m, Dense)}
-    assert len(shapes) > 3
-    assert seen == {(m, *shape) for shape in shapes for m in (1, 2)}
+    assert one_by_one == ["2 behind"]

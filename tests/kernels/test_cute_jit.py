@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from anybit.core.format import get_format
+from anybit.kernels import ahead
 from anybit.kernels.cute import build, cubin, jit
 from anybit.kernels.cute.cells import Cells
 from anybit.kernels.cute.decode import Decoder, decoder
@@ -286,13 +287,13 @@ def test_kernels_may_be_noted_instead_of_compiled(
     monkeypatch.setattr(jit, "dsl_version", lambda: "4.8.1")
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     first, second = Slow(str(tmp_path / "1")), Slow(str(tmp_path / "2"))
-    with jit.collected() as wanted, ThreadPoolExecutor(1) as other:
+    with ahead.collected() as wanted, ThreadPoolExecutor(1) as other:
         for _ in range(2):
-            with pytest.raises(jit.Uncompiled):
+            with pytest.raises(ahead.Uncompiled):
                 jit.built(first)
         assert other.submit(jit.built, second).result().exists()
         jit.built(second)
-    assert list(wanted) == [first]
+    assert list(wanted.kernels) == [str(first)]
     assert jit.built(first).exists()
 
 

@@ -16,21 +16,20 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from anybit.errors import Unsupported
 from anybit.files.directory import cache_folder, written_whole
+from anybit.kernels import ahead
 from anybit.kernels.cute import cubin as elf
 from anybit.kernels.cute.driver import Launcher, sizes
 
 SOURCES = Path(__file__).parent
 STACK = 64  # bytes that a thread may spill: a few registers cost nothing that can be measured
 _carried: dict[Path, Path] = {}  # kernels of any version, where there is no DSL, by their names
-_wanted: ContextVar[dict["KernelSpec", None] | None] = ContextVar("wanted", default=None)
 _compiler = threading.Lock()  # two threads in the DSL at once fail, or crash the process
 
 
@@ -152,26 +151,9 @@ def built(kernel: KernelSpec) -> Path:
     path = kernel_file(kernel)
     if path.exists():
         return path
-    wanted = _wanted.get()
-    if wanted is None:
+    if (notes := ahead.notes()) is None:
         return compile_kernel(kernel)
-    wanted[kernel] = None
-    raise Uncompiled(f"{kernel} is compiled later")
-
-
-class Uncompiled(RuntimeError):
-    """A kernel that is noted by `collected`."""
-
-
-@contextmanager
-def collected() -> Iterator[dict[KernelSpec, None]]:
-    """Note kernels that are to be compiled instead of that: in this thread, `built` raises."""
-    wanted: dict[KernelSpec, None] = {}
-    token = _wanted.set(wanted)
-    try:
-        yield wanted
-    finally:
-        _wanted.reset(token)
+    raise notes.missing(str(kernel), partial(compile_kernel, kernel))
 
 
 def compile_kernel(kernel: KernelSpec, folder: str | Path | None = None) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 from anybit.core.rotation import block
 from anybit.kernels import reference
 from anybit.kernels.backend import CODES
-from anybit.kernels.triton.lang import INTERPRET
+from anybit.kernels.triton.lang import INTERPRET, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
@@ -323,3 +323,6 @@ def overlap(device: torch.device) -> dict[str, bool]:
     if nvidia and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+settle(globals())

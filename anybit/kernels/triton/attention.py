@@ -22,7 +22,7 @@ from anybit.kernels.triton.activation import after_previous, launch_next, overla
 from anybit.kernels.triton.attention_int8 import fetch, grid_of, nibbles, of_tokens, pages, sunk
 from anybit.kernels.triton.cache import kinds, planes
 from anybit.kernels.triton.gpu import shared_memory
-from anybit.kernels.triton.lang import NO_PTX
+from anybit.kernels.triton.lang import NO_PTX, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 MOST_SPLITS = 32
@@ -408,3 +408,6 @@ def choose_splits(programs: int, enough: int, tiles: int = MOST_SPLITS) -> int:
     while splits < min(MOST_SPLITS, tiles) and programs * splits < enough:
         splits *= 2
     return splits
+
+
+settle(globals())

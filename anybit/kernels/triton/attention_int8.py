@@ -14,7 +14,7 @@ import triton.language as tl
 
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton.activation import after_previous, launch_next
-from anybit.kernels.triton.lang import NO_PTX
+from anybit.kernels.triton.lang import NO_PTX, settle
 
 MOST_HEADS = 8  # query heads of a K head
 LEAST_DIM, MOST_DIM = 32, 512  # of a part of K, what the matrix unit multiplies; see `_both`
@@ -299,3 +299,6 @@ def _attend_int8(
             acc += tl.sum(lows[i], 0)[None, :]
         acc = (acc / divisor).to(out.dtype.element_ty)
         tl.store(at_out + i * V_PART, acc, live[None, :])
+
+
+settle(globals())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
+from anybit.kernels.triton.lang import settle
 
 
 @triton.jit
@@ -211,3 +212,6 @@ def kinds(cache: LayerCache) -> dict[str, Any]:
     """What else kernels know of a cache."""
     k, v = cache.kinds
     return {"K_KIND": k, "V_KIND": v, "GROUPS": cache.groups}
+
+
+settle(globals())

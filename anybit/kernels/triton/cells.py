@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.triton.lang import settle
+
 ROWS, VECTORS, CELL = tl.constexpr(16), tl.constexpr(32), tl.constexpr(512)
 
 
@@ -47,3 +49,6 @@ def decode(
         blocks, row_scale, book, out, n, k, BOOKS=books, WIDTH=width, GROUPS=groups
     )
     return out
+
+
+settle(globals())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anybit.kernels.triton import lang
 from anybit.kernels.triton.gpu import shared_memory
+from anybit.kernels.triton.lang import settle
 from anybit.kernels.triton.layout import LOCKS, Layout, split
 from anybit.kernels.triton.tiles import Tile
 
@@ -407,3 +408,6 @@ def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
         DECODE=lang.jit(type(layout.fmt).triton_decode), HAS_FACTOR=factor is not None,
         ROWS=DENSE_ROWS,
     )  # fmt: skip
+
+
+settle(globals())

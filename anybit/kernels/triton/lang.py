@@ -33,6 +33,18 @@ NO_PTX = tl.constexpr(INTERPRET.value or bool(torch.version.hip))  # Python, or 
 WORDS, FIELD, LAYOUT, DTYPE, GRID = (tl.constexpr(i) for i in range(5))
 
 
+def settle(names: dict[str, Any]) -> None:
+    """Have Triton name the functions of a module, which this ends, for its cache.
+
+    Where a function's callees have no names yet, Triton leaves their constants out of its own. So
+    names would depend on what was launched before, and a process that has compiled ahead of time
+    would have compiled for nobody.
+    """
+    for function in [*names.values()]:
+        if isinstance(function, triton.JITFunction):
+            function.cache_key  # noqa: B018  is computed once
+
+
 @cache
 def jit(decode: Callable[..., Any]) -> Any:
     """A format's `triton_decode` as a Triton function, with `lang` and `tl` in its reach."""
@@ -436,3 +448,6 @@ def dot4_asm(weights, plus):
 def minus_asm(minus):
     four = int(minus) * 0x01010101
     return f"{{.reg .b32 t; sub.u32 t, $1, {four}; xor.b32 $0, t, 0x80808080;}}"
+
+
+settle(globals())

@@ -6,6 +6,7 @@ from torch import Tensor, empty, float32, int32
 
 from anybit.kernels import races
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
+from anybit.kernels.triton.lang import settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 GOLDEN, (FIRST, SECOND) = tl.constexpr(races.GOLDEN), map(tl.constexpr, races.FACTORS)
@@ -103,3 +104,6 @@ def largest(logits: Tensor, invalid: int, *race: Tensor) -> Tensor:
             num_warps=1, **overlap(device),
         )  # fmt: skip
     return out
+
+
+settle(globals())

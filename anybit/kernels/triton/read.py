@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.kernels.triton.lang import settle
+
 # (words a program reads at a time, programs per multiprocessor, warps of a program)
 CONFIGS = ((1024, 8, 4), (2048, 4, 4), (2048, 8, 4), (4096, 8, 8), (4096, 4, 8))
 
@@ -26,3 +28,6 @@ def read(data: Tensor, config: tuple[int, int, int]) -> Tensor:
     out = torch.empty(grid, dtype=torch.int32, device=data.device)
     _read[(grid,)](data, out, data.numel(), BLOCK=block, num_warps=warps)
     return out
+
+
+settle(globals())

@@ -19,6 +19,7 @@ from anybit.kernels.triton.activation import (
     overlap,
     side_by_side,
 )
+from anybit.kernels.triton.lang import settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 CHOICES = 2048  # that a program of `_sort` looks at in one step
@@ -222,3 +223,6 @@ def clamped(y: Tensor, owners: Tensor, bias: Tensor, alpha: float, limit: float)
             **overlap(y.device),
         )  # fmt: skip
     return out
+
+
+settle(globals())

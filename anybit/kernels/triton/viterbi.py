@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from anybit.core.format import Format
 from anybit.kernels.triton import lang
+from anybit.kernels.triton.lang import settle
 from anybit.kernels.triton.layout import Layout
 
 FAR = tl.constexpr(1e30)
@@ -277,3 +278,6 @@ def distinct(table: Tensor) -> tuple[Tensor | None, Tensor | None]:
 def warps(fmt: Format) -> int:
     """Of a program: at most as many as there are middles for. Few exchange costs in more turns."""
     return 32 if fmt.bits <= 3 else 8
+
+
+settle(globals())

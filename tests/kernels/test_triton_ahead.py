@@ -1,0 +1,91 @@
+"""Triton's kernels compiled by other processes, and what a launch then finds.
+
+Here Triton interprets, so a process of its own runs each part, with a stand-in for a GPU's driver.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+LAUNCH = """
+import json, sys, types
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    launched = []
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source, metadata):
+        return lambda *args: self.launched.append(source.name)
+
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+        load_binary=lambda *args: (0, 0, 32, 0, 1024),
+    )
+
+driver.set_active(Driver())
+compiled = []
+knobs.compilation.listener = lambda src, cache_hit, **_: cache_hit or compiled.append(src.name)
+
+from anybit.core.format import get_format
+from anybit.kernels.ahead import Missing, build_for, collected
+from anybit.kernels.triton import activation, backend, likeliest
+from anybit.quantizers.quantize import quantize_tensor
+
+x, w = torch.zeros(2, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
+weight = backend.prepare(quantize_tensor(torch.zeros(64, 256), get_format("fp6")), None)
+launches = [
+    lambda: backend.linear(x, weight, None),
+    lambda: activation.add_norm(x, None, w, 1e-5),
+    lambda: likeliest.likeliest(x, -1),
+][:: int(sys.argv[1])]
+if sys.argv[2:] == ["ahead"]:
+    with collected() as found:
+        launches[1]()
+    noted = [name.partition(" ")[0] for name in found.kernels]
+    try:
+        with collected(strict=True):
+            launches[1]()
+    except Missing:
+        noted.append("missing")
+    print(json.dumps([noted, Driver.launched, build_for(launches), compiled]))
+else:
+    with collected(strict=True):
+        launches[1]()
+    for launch in launches:
+        launch()
+    print(json.dumps([Driver.launched, compiled]))
+"""
+
+
+def run(cache: Path, *args: str) -> list:
+    more = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *args], capture_output=True, text=True, env=os.environ | more
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_launches_find_what_other_processes_have_compiled(tmp_path: Path) -> None:
+    """In another order as well, in which Triton left to itself names its kernels otherwise."""
+    noted, launched, errors, compiled = run(tmp_path, "1", "ahead")
+    assert noted == ["_token", "missing"]
+    assert (launched, errors, compiled) == (["gemm", "_token", "_largest", "_likeliest"], [], [])
+    assert run(tmp_path, "-1") == [["_token", "_largest", "_likeliest", "_token", "gemm"], []]
