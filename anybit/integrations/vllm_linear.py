@@ -25,6 +25,7 @@ from anybit.core.packed import WHOLE
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.safetensors import Stored as StoredTensor
+from anybit.integrations import vllm_ready
 from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_products import build, refill
 from anybit.nn.grouped import Weight
@@ -59,6 +60,8 @@ class AnybitLinearMethod(LinearMethodBase):
     def finish(self, layer: Any, weights: list[Weight]) -> None:
         """Lay the weights out for the kernels."""
         layer.parts = build(weights, self.backend, layer.params_dtype, self.names[0])
+        for part in layer.parts:
+            vllm_ready.register(part, getattr(layer, "bias", None) is not None)
         # vLLM's adapters look for the device of a weight, under one of a few names.
         layer.qweight = next(layer.parts.parameters()).data
 

@@ -32,6 +32,7 @@ from anybit.integrations.vllm_linear import (
     quantized,
 )
 from anybit.integrations.vllm_products import Experts, all_experts, one_by_one
+from anybit.integrations.vllm_ready import register_experts
 from anybit.nn.grouped import Weight
 from anybit.nn.sharding import Piece, share
 
@@ -111,6 +112,7 @@ class AnybitMoEMethod(FusedMoEMethodBase):
         dtype, name = layer.params_dtype, f"{layer.layer_name}"
         layer.w13 = Experts(weights["w13"], self.backend, dtype, f"{name}.w13")
         layer.w2 = Experts(weights["w2"], self.backend, dtype, f"{name}.w2")
+        register_experts(self, layer)
 
     def apply(
         self,

@@ -145,6 +145,26 @@ class Tunable(Backend, Protocol):
         """
 
 
+class Needs(NamedTuple):
+    """What makes a layer's kernels be there for any number of tokens.
+
+    Attributes:
+        calls: Each compiles a kernel that it may launch, if it is missing.
+        tokens: Numbers with which it launches each of the others at least once.
+    """
+
+    calls: Sequence[Callable[[], object]] = ()
+    tokens: Sequence[int] = ()
+
+
+@runtime_checkable
+class Compiled(Protocol):
+    """What a backend has besides if the number of tokens decides which kernel it launches."""
+
+    def needs(self, layer: LayerSpec, most: int, experts: bool = False) -> Needs:
+        """Of a layer that it takes, with a dtype, or of many as experts, for 1 to `most` tokens."""
+
+
 @runtime_checkable
 class Grouped(Protocol):
     """What a backend has besides if it multiplies many experts at once."""

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,19 +67,39 @@ if sys.argv[2:] == ["ahead"]:
         noted.append("missing")
     print(json.dumps([noted, Driver.launched, build_for(launches), compiled]))
 else:
+    knobs.runtime.jit_post_compile_hook = lambda **seen: None  # as vLLM watches for compilations
     with collected(strict=True):
         launches[1]()
     for launch in launches:
         launch()
     print(json.dumps([Driver.launched, compiled]))
 """
+TOKENS = """
+from anybit.kernels.backend import LayerSpec
+from anybit.core.scheme import parse_scheme
+
+MOST, missed = 600, {}
+for scheme in ("int4:group=64", "int8@int8", "fp6"):
+    fmt, activation = parse_scheme(scheme)
+    weight = backend.prepare(quantize_tensor(torch.zeros(96, 256), fmt), activation)
+    x = torch.zeros(MOST, 256, dtype=torch.bfloat16)
+    layer = LayerSpec(fmt, activation, (96, 256), x.device, x.dtype)
+    tokens = backend.needs(layer, MOST).tokens
+    names = []
+    for counts in (tokens, range(1, MOST + 1)):
+        with collected() as found:
+            for m in counts:
+                backend.linear(x[:m], weight, None)
+        names.append(set(found.kernels))
+    missed[scheme] = [len(tokens), len(names[0]), len(names[1] - names[0])]
+print(json.dumps(missed))
+"""
 
 
-def run(cache: Path, *args: str) -> list:
+def run(cache: Path, *args: str, code: str = LAUNCH) -> Any:
     more = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, *args], capture_output=True, text=True, env=os.environ | more
-    )
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | more)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -89,3 +110,10 @@ def test_launches_find_what_other_processes_have_compiled(tmp_path: Path) -> Non
     assert noted == ["_token", "missing"]
     assert (launched, errors, compiled) == (["gemm", "_token", "_largest", "_likeliest"], [], [])
     assert run(tmp_path, "-1") == [["_token", "_largest", "_likeliest", "_token", "gemm"], []]
+
+
+def test_numbers_of_tokens_that_launch_every_kernel(tmp_path: Path) -> None:
+    before, _, _ = LAUNCH.partition("x, w = ")
+    for tokens, kernels, missed in run(tmp_path, code=before + TOKENS).values():
+        assert missed == 0
+        assert 4 < kernels <= tokens + 2 < 40  # beside products, what quantizes and what decodes

@@ -6,7 +6,7 @@ it where the DSL is installed.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -17,11 +17,14 @@ from anybit.core.packed import Packed
 from anybit.kernels.backend import (
     Activations,
     LayerSpec,
+    Needs,
     Prepared,
     check_half,
     refuse_dtype,
     refuse_vendor,
 )
+from anybit.kernels.cute.jit import built
+from anybit.kernels.cute.operands import NAMES
 from anybit.kernels.hopper import codebook_linear, scalar_linear
 
 
@@ -58,6 +61,19 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "hopper")
     return family(prepared.format).linear(x, prepared, bias)
+
+
+def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
+    """See `backend.Compiled`."""
+    assert layer.dtype is not None
+    others = {name for dtype, name in NAMES.items() if dtype != layer.dtype}
+    kernels = [
+        kernel
+        for kernel in family(layer.format).kernels_of(layer)
+        if getattr(kernel, "grouped", experts) == experts
+        and getattr(kernel, "output", None) not in others
+    ]
+    return Needs([partial(built, kernel) for kernel in kernels])
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:

@@ -58,13 +58,18 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
         return reason
     cells = cells_of(layer.format)
     assert isinstance(cells, Cells)
-    here = plans(cells, layer.shape, chip_of(layer.device))
-    if None in here:
+    if None in plans(cells, layer.shape, chip_of(layer.device)):
         k = layer.shape[1]
         return f"{layer.format.spec}: K={k} wants more multiprocessors at once than this GPU has"
-    kernels: list[KernelSpec] = [plan.kernel for plan in here if plan]
-    kernels += lookup_kernels(cells)
-    return missing_kernels(kernels, layer.format.spec)
+    return missing_kernels(kernels_of(layer), layer.format.spec)
+
+
+def kernels_of(layer: LayerSpec) -> list[KernelSpec]:
+    """All that may multiply a layer."""
+    cells = cells_of(layer.format)
+    assert isinstance(cells, Cells)
+    here = plans(cells, layer.shape, chip_of(layer.device))
+    return [*(plan.kernel for plan in here if plan), *lookup_kernels(cells)]
 
 
 def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan | None]:

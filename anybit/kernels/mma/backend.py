@@ -6,6 +6,7 @@ were measured on few GPUs, so each must pass a self-test on the GPU at hand befo
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +15,14 @@ from anybit.core.packed import Packed
 from anybit.kernels.backend import (
     Activations,
     LayerSpec,
+    Needs,
     Prepared,
     check_half,
     refuse_dtype,
     refuse_vendor,
 )
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.jit import missing_kernels
+from anybit.kernels.cute.jit import built, missing_kernels
 from anybit.kernels.mma import codebook_linear as codebooks
 from anybit.kernels.mma import linear as products
 from anybit.kernels.mma import selftest
@@ -68,6 +70,13 @@ def prepare(
     """See `operands.prepare` and `cells.prepare`."""
     make = codebooks.prepare if codebooks.takes(packed.format) else operands.prepare
     return make(packed, activation, dtype)
+
+
+def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
+    """See `backend.Compiled`."""
+    assert layer.dtype is not None
+    kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts)
+    return Needs([partial(built, kernel) for kernel in kernels])
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:

@@ -15,6 +15,7 @@ from anybit.kernels import tuned
 from anybit.kernels.backend import (
     Activations,
     LayerSpec,
+    Needs,
     NoRoom,
     Prepared,
     check_half,
@@ -76,6 +77,26 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
         rows = rows.contiguous()
     of_layer = layout, prepared.activation, x.dtype, len(rows), *prepared.shape
     return multiply(rows, prepared, bias, tile_for(*of_layer, rows.device), scale, x.dtype)
+
+
+def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
+    """See `backend.Compiled`. Triton makes kernels of their own for 1 and for multiples of 16."""
+    from anybit.kernels.triton import gemm
+
+    (n, k), dtype = layer.shape, layer.dtype
+    assert dtype is not None
+    layout = layout_of(layer.format, layer.activation)
+    x_dtype = torch.int8 if layer.activation and layout.unit == 8 else dtype
+    found: dict[object, int] = {}
+    for m in range(1, most + 1):
+        tile = tile_for(layout, layer.activation, dtype, m, n, k, layer.device)
+        what: object = tile.kernel
+        if tile.kernel != "dense":
+            plan = gemm.planned(layout, tile, x_dtype, layer.device, m, n, k)
+            numbers = (m, plan.pieces, plan.grid[1])
+            what = str(plan.constants), *((number == 1, number % 16 == 0) for number in numbers)
+        found.setdefault(what, m)
+    return Needs(tokens=[*found.values()])
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:

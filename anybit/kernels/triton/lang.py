@@ -18,6 +18,7 @@ a float, for two weights (or four bytes) in one register.
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import jit as compiler
 
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 NO_PTX = tl.constexpr(INTERPRET.value or bool(torch.version.hip))  # Python, or an AMD GPU
@@ -43,6 +45,18 @@ def settle(names: dict[str, Any]) -> None:
     for function in [*names.values()]:
         if isinstance(function, triton.JITFunction):
             function.cache_key  # noqa: B018  is computed once
+
+
+def _described(name: str, signature: Any, constants: dict[Any, Any], *others: Any) -> str:
+    """What Triton's hooks get of a kernel as JSON, which knows no layouts: vLLM has such a hook."""
+    known = {
+        at: str(value) if is_dataclass(value) or isinstance(value, triton.JITFunction) else value
+        for at, value in constants.items()
+    }
+    return _usual(name, signature, known, *others)
+
+
+_usual, compiler.serialize_specialization_data = compiler.serialize_specialization_data, _described
 
 
 @cache
