@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ MODELS = {
 }  # fmt: skip
 FORMATS = ["bf16", "fp6", "int4:group=128", "liquid@int8", "codebook:m=1,v=4,b=8,group=128"]
 PROMPT, OUTPUT = 1024, 512
+LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 BLOCK = 16
 BUDGET, RESERVE = 80e9, 1e9  # bytes of a GPU, and those that the runtime takes
 COLUMNS = (
@@ -348,12 +350,11 @@ def stored(model: torch.nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def fill(llm: LLM, batch: int, context: int) -> None:
-    """Sequences that are in the middle of being written."""
+def fill(llm: LLM, batch: int, context: int, params: Items[SamplingParams] = (LONG,)) -> None:
+    """Sequences that are in the middle of being written. params: theirs, in turns."""
     engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for i in range(batch):
-        engine.add(f"{i}", [1 + i % 100] * context, params)
+        engine.add(f"{i}", [1 + i % 100] * context, params[i % len(params)])
         seq = engine.scheduler.waiting.pop()
         assert engine.scheduler.blocks.grow(seq, context)
         seq.computed, seq.started = context - 1, 0.0

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from anybit.engine.assemble import Settings, assemble, kv_format
 from anybit.engine.checks import integer, wrong
@@ -185,7 +186,7 @@ class LLM:
         self.plan, self.keep = loaded.plan, keep
         self.draft_plan = small.plan if small is not None and draft == "auto" else None
         self.kv_cache = kv.name
-        self.special = special_tokens(self.tokenizer)
+        self.special, self._decode = special_tokens(self.tokenizer), decoder(self.tokenizer)
         self.engine = assemble(loaded, small, settings, self.decode if self.tokenizer else None)
         self.engine.adapters = tuple(beside)
         if max_itl is not None:
@@ -277,7 +278,7 @@ class LLM:
         """Text of tokens, without special ones other than those shown."""
         if shown:
             tokens = [t for t in tokens if t not in self.special or t in shown]
-        return self.tokenizer.decode(
+        return self._decode(
             tokens, skip_special_tokens=not shown, clean_up_tokenization_spaces=False
         )
 
@@ -406,6 +407,16 @@ def checked(
         what = "deterministic=True" if deterministic else "a model that is loaded already"
         raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
     return {name: located(adapter) for name, adapter in beside.items()}
+
+
+def decoder(tokenizer: Any) -> Any:
+    """What turns a list of tokens into text; None without a tokenizer.
+
+    transformers' own `decode` first looks whether any of them is a tensor, which takes longer than
+    the rest.
+    """
+    own = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
+    return tokenizer._decode if own else getattr(tokenizer, "decode", None)
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:

@@ -283,7 +283,8 @@ def constrain(logits: Tensor, matchers: list[Matcher | None]) -> Tensor:
     if not rows:
         return logits
     count = logits.shape[1]
-    bits = torch.empty(len(rows), -(-count // 32), dtype=torch.int32)
+    # Of other memory, a copy of this size waits for the model's step.
+    bits = torch.empty(len(rows), -(-count // 32), dtype=torch.int32, pin_memory=logits.is_cuda)
     for at, i in enumerate(rows):
         matchers[i].fill(bits[at])  # type: ignore[union-attr]
     bits = bits.to(logits.device, non_blocking=True)
