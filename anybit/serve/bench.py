@@ -6,12 +6,13 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import check_folder, write_json
@@ -21,6 +22,13 @@ from anybit.files.server import first_model, key_header, reached
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
+REFUSALS = (400, 404, 405, 422, 501)  # of a form that a server does not know
+WORDS = (
+    "time", "way", "year", "work", "man", "day", "part", "life", "world", "place", "water", "light",
+    "house", "point", "hand", "word", "side", "line", "city", "group", "story", "night", "field",
+    "state", "music", "paper", "river", "table", "voice", "plant",
+)  # fmt: skip
 SMALLEST_TOKEN = 100  # random prompts leave out the first tokens of a vocabulary: special ones
 HEAD = (  # times in ms
     f"{'':38}{'first token, ms':>20}{'per token, ms':>18}{'between':>10}\n"
@@ -70,21 +78,19 @@ class Lengths:
         return min(self.most, max(self.least, int(drawn)))
 
 
-def rates(text: str | None) -> list[float | None]:
-    """Requests a second of `4,16`; None alone where none are given.
+def numbers(text: str, option: str, what: str, kind: type[float] = float) -> list[Any]:
+    """Numbers above 0 of `4,16`.
 
     Raises:
-        InvalidInput: The text is something else.
+        InvalidInput: The text is something else; it names the option, and what to give.
     """
-    if text is None:
-        return [None]
     try:
-        found = [float(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
     except ValueError:
-        found = [0.0]
-    if not all(0 < each < math.inf for each in found):
-        raise InvalidInput(f"--rate {text}: give requests a second, such as 4 or 4,16,32")
-    return [*found]
+        found = []
+    if not found or not all(0 < each < math.inf for each in found):
+        raise InvalidInput(f"{option} {text}: give {what}, such as 4 or 4,16,32")
+    return found
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,16 @@ class Load:
 
 @dataclass
 class Seen:
-    """One answer: when it was asked for, when its tokens came, how many. error: what went wrong."""
+    """One answer: when it was asked for, when its tokens came, how many.
+
+    error: what went wrong. status: HTTP's.
+    """
 
     asked: float
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     error: str = ""
+    status: int = 0
 
 
 def summary(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
@@ -154,9 +164,65 @@ def summary(seen: Sequence[Seen], seconds: float) -> dict[str, float]:
     return out
 
 
-async def ask(client: "httpx.AsyncClient", body: dict[str, Any], seen: Seen) -> None:
+class Form(NamedTuple):
+    """How a server is asked.
+
+    Attributes:
+        chat: by /v1/chat/completions, else by /v1/completions.
+        words: prompts are text, of about as many tokens, else numbers of tokens.
+        exact: answers are to have as many tokens as asked, and to tell which, which is no part of
+            OpenAI's protocol.
+    """
+
+    chat: bool = False
+    words: bool = False
+    exact: bool = True
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """A request. prompt: numbers of tokens."""
+        out: dict[str, Any] = {
+            "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+            "max_tokens": tokens,
+        }  # fmt: skip
+        text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
+        if self.chat:
+            out["messages"] = [{"role": "user", "content": text}]
+        else:
+            out["prompt"] = text if self.words else prompt
+        if self.exact:
+            out |= {"ignore_eos": True, "return_token_ids": True}
+        return out | ({"model": model} if model else {})
+
+    def __str__(self) -> str:
+        ends = "" if self.exact else ", and answers end where the model ends them"
+        return f"asked by {self.path}, with words for tokens{ends}"
+
+
+# The first that a server takes is used.
+FORMS = (
+    Form(), Form(words=True), Form(words=True, exact=False), Form(True, True),
+    Form(True, True, exact=False),
+)  # fmt: skip
+
+
+async def fitting(client: "httpx.AsyncClient", model: str) -> Form:
+    """The first form that a server does not refuse, by a request of one token in each."""
+    for form in FORMS:
+        seen = Seen(time.perf_counter())
+        await ask(client, form, form.body(model, [SMALLEST_TOKEN] * 4, 1), seen)
+        if seen.status not in REFUSALS:
+            return form
+    return FORMS[0]
+
+
+async def ask(client: "httpx.AsyncClient", form: Form, body: dict[str, Any], seen: Seen) -> None:
     """Stream one answer."""
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    async with client.stream("POST", form.path, json=body) as answer:
+        seen.status = answer.status_code
         if answer.status_code != 200:
             seen.error = f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
             return
@@ -169,40 +235,37 @@ async def ask(client: "httpx.AsyncClient", body: dict[str, Any], seen: Seen) -> 
                 return
             for choice in event.get("choices", ()):
                 # Servers that do not tell tokens send text for each, and their number at the end.
-                count = len(choice.get("token_ids") or choice.get("text", "")[:1])
+                part = choice.get("delta") or choice
+                text = part.get("text") or part.get("content") or part.get("reasoning_content")
+                count = len(choice.get("token_ids") or (text or "")[:1])
                 seen.times += [time.perf_counter()] * count
             seen.tokens = (event.get("usage") or {}).get("completion_tokens", len(seen.times))
     if not seen.times:
         seen.error = "the answer has no tokens"
 
 
-async def put(load: Load, client: "httpx.AsyncClient", model: str, largest: int) -> list[Seen]:
+async def put(
+    load: Load, client: "httpx.AsyncClient", form: Form, model: str, largest: int
+) -> list[Seen]:
     """Ask for random prompts of tokens from `SMALLEST_TOKEN` up to below `largest`."""
     rng = random.Random(0)
-    shared = {
-        "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    } | ({"model": model} if model else {})  # fmt: skip
     plan = load.plan(rng)
     bodies = [
-        shared | {
-            "prompt": [rng.randrange(SMALLEST_TOKEN, largest) for _ in range(prompt)],
-            "max_tokens": tokens,
-        }
+        form.body(model, [rng.randrange(SMALLEST_TOKEN, largest) for _ in range(prompt)], tokens)
         for _, prompt, tokens in plan
-    ]  # fmt: skip
+    ]
     out: list[Seen] = []
     begin = time.perf_counter()
 
     async def arrive(at: float, body: dict[str, Any]) -> None:
         await asyncio.sleep(begin + at - time.perf_counter())
         out.append(Seen(begin + at))  # a client that is late makes nobody's wait shorter
-        await ask(client, body, out[-1])
+        await ask(client, form, body, out[-1])
 
     async def repeat() -> None:
         for body in todo:
             out.append(Seen(time.perf_counter()))
-            await ask(client, body, out[-1])
+            await ask(client, form, body, out[-1])
 
     todo = iter(bodies)
     if load.rate is None:
@@ -225,7 +288,7 @@ def run(
     """Put each load on a server, print a line for it, and write the rows.
 
     Args:
-        url: http://HOST:PORT of any server with `/v1/completions`.
+        url: http://HOST:PORT of any server of OpenAI's protocol, with /v1 or without.
         loads: one after the other.
         largest_token: prompts hold tokens below it.
         api_key: the first is sent of several, which the server's variable may hold.
@@ -243,21 +306,26 @@ def run(
         check_folder(report)
     if picture:
         check_picture(picture)
-    headers = key_header(api_key)
+    headers, url = key_header(api_key), url.rstrip("/").removesuffix("/v1")
 
-    async def one(load: Load, model: str) -> list[Seen]:
+    async def by_client(work: Callable[["httpx.AsyncClient"], Awaitable[T]]) -> T:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
             base_url=url, timeout=None, headers=headers, limits=limits
         ) as client:
-            return await put(load, client, model, largest_token)
+            return await work(client)
 
     rows: list[dict[str, Any]] = []
     with reached(url):
-        before, model = drafts(url, headers), served(url, headers)
+        model = served(url, headers)
+        form = asyncio.run(by_client(partial(fitting, model=model)))
+        if form != FORMS[0]:
+            show(str(form))
+        before = drafts(url, headers)
         for load in loads:
+            work = partial(put, load, form=form, model=model, largest=largest_token)
             start = time.perf_counter()
-            seen = asyncio.run(one(load, model))
+            seen = asyncio.run(by_client(work))
             row = summary(seen, time.perf_counter() - start)
             for text in sorted({s.error for s in seen if s.error})[:3]:
                 show(f"failed: {text}")
@@ -271,7 +339,8 @@ def run(
     if drafted:
         show(f"drafts: {accepted:,.0f} of {drafted:,.0f} tokens taken")
     lengths = {"prompt": asdict(loads[0].prompt), "output": asdict(loads[0].output)}
-    facts = {"url": url, "model": model, "date": date.today().isoformat()} | lengths
+    asked = {"path": form.path, "words": form.words, "exact": form.exact}
+    facts = {"url": url, "model": model, **asked, "date": date.today().isoformat()} | lengths
     if report:
         write_json(report, facts | {"rows": rows})
     if picture:

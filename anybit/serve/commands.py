@@ -283,8 +283,12 @@ def bench_serve(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of arrivals, with --rate.")] = 30.0,
     streams: Annotated[
-        int, typer.Option(min=1, help="Without --rate: requests at the same time.")
-    ] = 16,
+        str,
+        typer.Option(
+            metavar="N,N...",
+            help="Without --rate: requests at the same time; a line for each number.",
+        ),
+    ] = "16",
     requests: Annotated[int, typer.Option(min=1, help="Without --rate: requests in all.")] = 64,
     prompt: Annotated[
         str,
@@ -308,12 +312,17 @@ def bench_serve(
 ) -> None:
     """Put load on a running server, and print what its users see: `anybit bench serve`.
 
-    On any server with OpenAI's /v1/completions, such as anybit's, vLLM's or llama.cpp's.
+    On any server with OpenAI's /v1/completions or /v1/chat/completions.
     """
-    from anybit.serve.bench import Lengths, Load, rates, run
+    from anybit.serve.bench import Lengths, Load, numbers, run
 
     lengths = Lengths.read(prompt), Lengths.read(output)
-    loads = [Load(*lengths, each, seconds, streams, requests) for each in rates(rate)]
+    if rate is None:
+        counts = numbers(streams, "--streams", "requests at the same time", int)
+        loads = [Load(*lengths, None, seconds, each, requests) for each in counts]
+    else:
+        each_rate = numbers(rate, "--rate", "requests a second")
+        loads = [Load(*lengths, each, seconds) for each in each_rate]
     run(url, loads, largest_token, api_key, typer.echo, json, plot)
 
 

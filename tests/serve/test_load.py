@@ -49,7 +49,11 @@ def stand_in() -> Iterator[Callable[[Any], tuple[str, list[Any]]]]:
     """A function that starts a server with such answers: its address, and what it was asked."""
     servers = []
 
-    def start(answer: Callable[[int], Iterator[dict[str, Any]]]) -> tuple[str, list[Any]]:
+    def start(
+        answer: Callable[[int], Iterator[dict[str, Any]]],
+        takes: Callable[[str, dict[str, Any]], int] = lambda path, body: 200,
+    ) -> tuple[str, list[Any]]:
+        """takes: the status for a path and a body; what is refused counts as not asked."""
         asked: list[Any] = []
 
         class Handler(BaseHTTPRequestHandler):
@@ -62,9 +66,12 @@ def stand_in() -> Iterator[Callable[[Any], tuple[str, list[Any]]]]:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                asked.append((time.perf_counter(), body))
-                self.send_response(200)
+                status = takes(self.path, body)
+                self.send_response(status)
                 self.end_headers()
+                if status != 200:
+                    return
+                asked.append((time.perf_counter(), body))
                 for event in answer(body["max_tokens"]):
                     time.sleep(STEP)
                     self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -92,6 +99,7 @@ def test_rates_lengths_and_times(
     assert [line.split()[0] for line in shown[-2:]] == ["40/s", "80/s"]
     assert picture.stat().st_size > 1000
     rows = json.loads(report.read_text())["rows"]
+    asked = asked[1:]  # the first was a try
     assert sum(row["requests"] for row in rows) == len(asked) > 30
     assert all(row["failed"] == 0 for row in rows)
     # A prompt's tokens lie within bounds, and arrivals do not wait for answers.
@@ -105,6 +113,50 @@ def test_rates_lengths_and_times(
         assert STEP * 1e3 <= row["ttft_p50_ms"] < 20 * STEP * 1e3
         assert row["tpot_p50_ms"] >= STEP * 1e3 * (events - 1) / 5
     assert rows[1]["out_tok_s"] > rows[0]["out_tok_s"]
+
+
+def as_chat(count: int) -> Iterator[dict[str, Any]]:
+    yield {"choices": [{"delta": {"role": "assistant"}}]}
+    for at in range(count):
+        yield {"choices": [{"delta": {"reasoning_content" if at < 2 else "content": "a"}}]}
+
+
+def no_numbers(path: str, body: dict[str, Any]) -> int:
+    return 200 if isinstance(body.get("prompt"), str) else 400
+
+
+def only_openai(path: str, body: dict[str, Any]) -> int:
+    known = {"model", "temperature", "stream", "stream_options", "max_tokens", "messages"}
+    if path != "/v1/chat/completions":
+        return 404
+    return 200 if body.keys() <= known else 400
+
+
+@pytest.mark.parametrize(
+    ("answer", "takes", "said"),
+    [
+        (as_llama_cpp, no_numbers, "asked by /v1/completions, with words for tokens"),
+        (
+            as_chat,
+            only_openai,
+            "asked by /v1/chat/completions, with words for tokens, and answers end where the model "
+            "ends them",
+        ),
+    ],
+)
+def test_servers_that_know_less(answer: Any, takes: Any, said: str, stand_in: Any) -> None:
+    """A loop of requests for each number of them at the same time; with /v1 in the address."""
+    url, asked = stand_in(answer, takes)
+    args = "--streams", "1,3", "--requests", 6, "--prompt", 9, "--output", 5
+    shown = bench(f"{url}/v1/", *args).splitlines()
+    assert shown[0] == said
+    lines = [line.split()[:4] for line in shown[-2:]]
+    assert lines == [["1", "open", "6", "0"], ["3", "open", "6", "0"]]
+    assert len(asked) == 1 + 2 * 6
+    for _, body in asked[1:]:
+        text = body.get("prompt") or body["messages"][0]["content"]
+        assert len(text.split()) == 9
+        assert body["max_tokens"] == 5
 
 
 def test_failures_are_told(stand_in: Callable[[Any], tuple[str, list[Any]]]) -> None:
@@ -133,6 +185,9 @@ def test_plans_are_those_that_were_asked_for() -> None:
             Lengths.read(text)
     for rate in ("0", "a", "4,", "inf"):
         assert "give requests a second" in bench("http://127.0.0.1:1", "--rate", rate, code=1)
+    for streams in ("0", "1.5", "", "2,"):
+        shown = bench("http://127.0.0.1:1", "--streams", streams, code=1)
+        assert "give requests at the same time" in shown
 
 
 def test_figures() -> None:
