@@ -10,7 +10,7 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.experts import OneByOne
-from anybit.engine.fallback import Generator
+from anybit.engine.generator import Generator
 from anybit.engine.graphs import prompt_sizes
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup

@@ -16,10 +16,9 @@ from torch.nn.functional import pad
 
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.fallback import Generator
+from anybit.engine.generator import Generator
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
-from anybit.engine.models.hosted import Hosted
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sampler import INVALID, Row, choose
 from anybit.engine.scheduler import Scheduled
@@ -227,7 +226,7 @@ def load_draft(
             raise InvalidInput("draft='auto' reads the model's directory; give a Loaded as draft")
         own = itself(directory, device, loaded.dtype, length, keep)
         large, small = loaded.model, own.model
-        if not isinstance(large, Generator) and not isinstance(small, Generator | Hosted):
+        if not (isinstance(large, Generator) or isinstance(small, Generator) or small.hosted):
             share(large, small)
     else:
         own = load(Path(draft), device, loaded.dtype, None, length, keep=keep)

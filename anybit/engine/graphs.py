@@ -157,6 +157,10 @@ class Rows:
 class Zeros(TorchDispatchMode):
     """Tensors that torch leaves as memory is are zeros inside."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for that
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), given: Any = None
     ) -> Any:

@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.ready import ready
-from anybit.engine import fallback
+from anybit.engine.generator import UNLIMITED, Generator, longest
+from anybit.engine.known import forget, restored, tokenizer_of
+from anybit.engine.known import keep as keep_known
 from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.fields import check_fields
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.rope import rope_parameters
-from anybit.engine.weights import Checkpoint, Rougher, Weights
+from anybit.engine.weights import Checkpoint, Rougher, Weights, reading
 from anybit.errors import InvalidInput, Unsupported, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.nn.model import quantized_modules
@@ -81,7 +83,7 @@ class Loaded:
             does not read the checkpoint itself.
     """
 
-    model: Decoder | fallback.Generator
+    model: Decoder | Generator
     tokenizer: Any
     config: PretrainedConfig
     eos: frozenset[int]
@@ -116,17 +118,21 @@ def load(
     directory = ready(directory)
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
-    bare = bare_model(directory)
-    config = bare.config
+    own = None if rougher and formats is not None else quantization
+    known, words = (None, "") if own is not None else restored(directory, formats)
+    bare = None if known else bare_model(directory)
+    config = known.config if known else bare.config  # type: ignore[union-attr]
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    model: Decoder | fallback.Generator
+    model: Decoder | Generator
     plan = None
     try:
         kind = model_class(config, directory)
-        check_fields(kind, bare, directory)
-        source = Rougher if rougher and formats is not None else Checkpoint
-        weights = source(directory, device, dtype, bare, formats, quantization, keep)
+        if known is None:
+            check_fields(kind, bare, directory)
+        read = known or reading(directory, bare, formats, own)
+        given = directory, device, dtype, read, formats, keep
+        weights = Checkpoint(*given) if own == quantization else Rougher(*given, quantization)
         check_weights(directory, weights.least_bytes(), device)
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
@@ -138,6 +144,12 @@ def load(
             weights.adapters.check_all_read()
         quantized, size, plan = weights.quantized, weights.quantized_bytes, weights.plan
     except UnknownModel as reason:
+        if known is not None:
+            forget(directory)
+            return load(
+                directory, device, dtype, quantization, length, cache_options, keep, adapters,
+                rougher,
+            )  # fmt: skip
         if rougher and formats is not None:
             raise InvalidInput(
                 f"{directory} is quantized already, and transformers' modules run it; no smaller "
@@ -147,21 +159,33 @@ def load(
             raise Unsupported(
                 f"{reason}, and adapters need a model that it knows; merge them into the model"
             ) from None
+        from anybit.engine import fallback  # with what transformers' models are made of
+
         model = fallback.load(
-            directory, bare, device, dtype, formats is not None, quantization, length,
-            list(cache_options), str(reason), keep,
+            directory, bare or bare_model(directory), device, dtype, formats is not None,
+            quantization, length, list(cache_options), str(reason), keep,
         )  # fmt: skip
         layers = [m for _, m in quantized_modules(model.model) if not m.is_copy]
         quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)
         for layer in layers:
             quantized[layer.scheme] += math.prod(layer.shape)
-    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = None
-    if has_tokenizer:
-        with loading(directory):
-            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = tokenizer_in(directory, words)
+    if isinstance(model, Decoder) and not model.hosted and own is None and known is None:
+        keep_known(directory, read, tokenizer)
     eos = end_tokens(directory, config)
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan)
+
+
+def tokenizer_in(directory: Path, kind: str = "") -> Any:
+    """A directory's tokenizer; None if it has none. kind: its class, if it is known."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    with loading(directory):
+        if kind:
+            return tokenizer_of(directory, kind)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 @torch.inference_mode()
@@ -174,14 +198,14 @@ def build(
 
 def positions(config: PretrainedConfig) -> int:
     """Tokens of the longest text, unless the user says more."""
-    return fallback.longest(config) or fallback.UNLIMITED
+    return longest(config) or UNLIMITED
 
 
 def check_length(config: PretrainedConfig, length: int | None) -> None:
     """InvalidInput for texts longer than config.json says the model's positions are good for."""
     factors = [parameters.get("factor") for parameters in rope_parameters(config)]
     stretched = max([1, *(factor for factor in factors if isinstance(factor, int | float))])
-    most = fallback.longest(config) or math.inf  # a recurrence alone counts no positions
+    most = longest(config) or math.inf  # a recurrence alone counts no positions
     if length is not None and not 1 <= length <= stretched * most:
         raise InvalidInput(
             f"length={length}, and the model has {most} positions; ask for fewer, or give "

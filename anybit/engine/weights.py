@@ -6,10 +6,10 @@ and whatever is missing, misshapen or left over is an error that names it.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,13 +167,78 @@ def together(parts: list[Part], dtype: torch.dtype, keep: Keep = "auto") -> nn.M
     return build((merged[0], torch.cat(biases) if biases else None, merged[1]), dtype, keep)
 
 
+class Reading(NamedTuple):
+    """What a checkpoint holds, by the names that the engine's models have for it.
+
+    Attributes:
+        config: Of the model.
+        embeddings: Names of tables of embeddings.
+        stored: The tensors.
+        known: Names that the model, or transformers' table, has a place for, or that are left over.
+        certain: Those of them that will be read.
+        named: The plan of all layers.
+        schemes: What layers are quantized to while they are read.
+    """
+
+    config: Any
+    embeddings: Set[str]
+    stored: Mapping[str, Tensors]
+    known: Set[str]
+    certain: Set[str]
+    named: Mapping[str, str | None]
+    schemes: Mapping[str, str] = {}
+
+
+def reading(
+    directory: Path,
+    model: Any,
+    formats: Mapping[str, str | None] | None = None,
+    quantization: Spec | Plan | None = None,
+) -> Reading:
+    """Find out, and check, what a directory holds.
+
+    Args:
+        directory: Of the checkpoint.
+        model: What its config.json describes, on the meta device.
+        formats: The plan of an anybit checkpoint.
+        quantization: A spec or plan to quantize a dense checkpoint by while it is read.
+
+    Raises:
+        InvalidInput: A dense model's tensors are missing, or of other shapes.
+    """
+    config, kind = model.config, model.config.model_type
+    named = formats or {}
+    stored: Mapping[str, Tensors]
+    schemes: Mapping[str, str] = {}
+    if quantization is not None:
+        work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
+        stored, schemes, config = work.stored, work.schemes, work.model.config
+        named = work.formats
+        known, read = {*work.names, *work.unexpected}, set(work.names)
+    else:
+        found = layout(stored_tensors(directory), model, lambda name: True)
+        if formats is None:
+            check_missing(directory, found.missing, found.unexpected)
+            check_fit(directory, found, model)
+        stored, known = found.stored, {*found.names, *found.unexpected}
+        read = set(found.names if formats is None else stored.keys() - found.unexpected)
+    return Reading(
+        config,
+        {published(name, kind) for name in embedding_layers(model)},
+        {published(name, kind): tensor for name, tensor in stored.items()},
+        {published(name, kind) for name in known},
+        {published(name, kind) for name in read},
+        named,
+        {published(n.removesuffix(".weight"), kind): s for n, s in schemes.items()},
+    )
+
+
 class Checkpoint(Weights):
     """A checkpoint directory.
 
-    model: what its config.json describes, on the meta device. formats: its plan if it is an anybit
-    checkpoint. quantization: a spec or plan to quantize a dense checkpoint by while it is read,
-    round to nearest, so that the dense model never is in memory as a whole. keep: as in
-    `QuantLinear`.
+    found: what it holds. formats: its plan if it is an anybit checkpoint. keep: as in
+    `QuantLinear`. Layers of a dense one are quantized by `found.schemes` while they are read, round
+    to nearest, so that the dense model never is in memory as a whole.
     """
 
     def __init__(
@@ -181,36 +246,16 @@ class Checkpoint(Weights):
         directory: Path,
         device: torch.device,
         dtype: torch.dtype,
-        model: Any,
+        found: Reading,
         formats: Mapping[str, str | None] | None = None,
-        quantization: Spec | Plan | None = None,
         keep: Keep = "auto",
     ):
         super().__init__(device, dtype)
         self.directory, self.formats, self.keep = directory, formats, keep
-        self.config, kind = model.config, model.config.model_type
-        self.embeddings = {published(name, kind) for name in embedding_layers(model)}
-        named = formats or {}  # the plan of all layers
-        stored: Mapping[str, Tensors]
-        schemes: Mapping[str, str] = {}
-        if quantization is not None:
-            work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
-            stored, schemes, self.config = work.stored, work.schemes, work.model.config
-            named = work.formats
-            known, read = {*work.names, *work.unexpected}, set(work.names)
-        else:
-            found = layout(stored_tensors(directory), model, lambda name: True)
-            if formats is None:
-                check_missing(directory, found.missing, found.unexpected)
-                check_fit(directory, found, model)
-            stored, known = found.stored, {*found.names, *found.unexpected}
-            read = set(found.names if formats is None else stored.keys() - found.unexpected)
-        self.named = named
-        self.stored = {published(name, kind): tensor for name, tensor in stored.items()}
-        self.schemes = {published(n.removesuffix(".weight"), kind): s for n, s in schemes.items()}
+        self.config, self.embeddings, self.stored = found.config, found.embeddings, found.stored
+        self.named, self.schemes = found.named, found.schemes
         # What transformers leaves out without a word, such as layers for further tokens, may stay.
-        self.unread = {published(name, kind) for name in known}
-        self.certain = {published(name, kind) for name in read}  # to be read
+        self.unread, self.certain = set(found.known), found.certain
 
     def least_bytes(self) -> int:
         """What the weights take on the device, at least: what may be left unread does not count."""
@@ -307,10 +352,10 @@ class Rougher(Checkpoint):
     """A quantized checkpoint whose quantized layers are all rounded again, to one format."""
 
     def __init__(
-        self, directory: Path, device: torch.device, dtype: torch.dtype, model: Any,
-        formats: Mapping[str, str | None] | None, quantization: Any, keep: Keep,
+        self, directory: Path, device: torch.device, dtype: torch.dtype, found: Reading,
+        formats: Mapping[str, str | None] | None, keep: Keep, quantization: Any,
     ):  # fmt: skip
-        super().__init__(directory, device, dtype, model, formats, None, keep)
+        super().__init__(directory, device, dtype, found, formats, keep)
         self.format = get_format(quantization)
 
     def least_bytes(self) -> int:

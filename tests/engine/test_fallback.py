@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import anybit
-from anybit.engine.fallback import Generator
+from anybit.engine.generator import Generator
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, masking_utils
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
@@ -120,6 +119,8 @@ def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
 
     model: on the meta device. Where it does not run there, all that its source names counts.
     """
+    from transformers import DynamicCache, masking_utils
+
     seen, kept = set[str](), set[str]()
     kind: Any = type(model)
     config: Any = model.config

@@ -82,6 +82,8 @@ class Hosted(Decoder):
     tokens, or attention is not one that the engine has.
     """
 
+    hosted = True
+
     def __init__(self, model: Any, length: int):
         nn.Module.__init__(self)
         self.config, self.length, self.model = model.config, length, model

@@ -6,11 +6,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
 
 from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
+from anybit.engine.models.activations import SILU, activation
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Dense, Weights
 from anybit.errors import InvalidInput
@@ -21,8 +21,6 @@ from anybit.kernels.kv.cache import Heads, LayerCache
 from anybit.kernels.state import LayerState, Memory
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
-
-SILU = ("silu", "swish")  # two names of one function
 
 
 class NormKind(NamedTuple):
@@ -319,12 +317,14 @@ class Decoder(nn.Module):
 
     length: positions that it is prepared for. memories: what its layers remember, in the order in
     which they run. prefix: of its tensors' names. mlp_name: of what lies behind attention.
-    words_name, norm_name: of the embeddings and the last norm. norms: of each block. exact_answers:
+    words_name, norm_name: of the embeddings and the last norm. norms: of each block. hosted:
+    whether it is transformers' own. exact_answers:
     whether layers with activations of int8 round those of answers to 16 bits.
     """
 
     exact_answers = False
 
+    hosted: ClassVar[bool] = False
     prefix: ClassVar[str] = "model"
     mlp_name: ClassVar[str] = "mlp"
     words_name: ClassVar[str] = "embed_tokens"
@@ -464,8 +464,7 @@ def activation_of(config: PretrainedConfig) -> str:
     if not own:  # LFM2 has no choice
         return "silu"
     name = next((found for key in own if (found := getattr(config, key))), None)
-    if name not in ACT2FN:
-        raise UnknownModel(f"hidden_act={name!r} is unknown; known: {', '.join(ACT2FN)}")
+    activation(name)
     return str(name)
 
 
@@ -473,7 +472,7 @@ def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tens
     """act(gate) * up, as the next layer wants it if that is made on the way."""
     if act in SILU:
         return of(up).silu_mul(gate, up, wanted)
-    return ACT2FN[act](gate) * up
+    return activation(act)(gate) * up
 
 
 def wanted_by(layer: nn.Module | None) -> Wanted:

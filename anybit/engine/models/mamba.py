@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
 
 from anybit.engine.models import UnknownModel
+from anybit.engine.models.activations import activation
 from anybit.engine.models.deepseek import MoEV3
 from anybit.engine.models.granite import Granite
 from anybit.engine.models.layers import (
@@ -135,7 +135,7 @@ class FalconMLP(MLP):
 
     def forward(self, x: Tensor | Activations) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        y = ACT2FN[self.act](gate * self.of_gate) * up
+        y = activation(self.act)(gate * self.of_gate) * up
         return self.down_proj(y) * self.of_output
 
 
@@ -240,7 +240,7 @@ class Ungated(nn.Module):
         hidden, bias = config.hidden_size, bool(config.mlp_bias)
         self.in_proj = weights.linear([f"{name}.up_proj"], [intermediate], hidden, bias)
         self.down_proj = weights.linear([f"{name}.down_proj"], [hidden], intermediate, bias)
-        self.act = ACT2FN[config.mlp_hidden_act]
+        self.act = activation(config.mlp_hidden_act)
 
     def forward(self, x: Tensor | Activations) -> Tensor:
         return self.down_proj(self.act(self.in_proj(x)))
@@ -255,7 +255,7 @@ class UngatedMoE(MoEV3):
         return Ungated(weights, name, config, config.moe_shared_expert_intermediate_size)
 
     def between(self, x: Tensor, routing: Routing) -> Tensor:
-        return ACT2FN[self.act](x)
+        return activation(self.act)(x)
 
 
 class NemotronH(Decoder):

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
 
+from anybit.engine.models.activations import activation
 from anybit.engine.models.layers import Attention, Decoder, activation_of
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights
@@ -53,7 +53,7 @@ class OPTBlock(nn.Module):
         x = x + self.self_attn(y, rope, state, batch)
         x = x if self.first else self.attention_norm(x)
         y = self.mlp_norm(x) if self.first else x
-        x = x + self.fc2(ACT2FN[self.act](self.fc1(y)))
+        x = x + self.fc2(activation(self.act)(self.fc1(y)))
         return x if self.first else self.mlp_norm(x)
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
 
 from anybit.engine.models import UnknownModel
+from anybit.engine.models.activations import activation
 from anybit.engine.models.layers import Mixer, norm_eps
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
@@ -146,7 +146,7 @@ class Mamba2(Mixer):
             )
         if tuple(limits) != (0.0, float("inf")):
             raise UnknownModel(f"time steps within {tuple(limits)} are unknown")
-        self.sizes, self.act = sizes, ACT2FN[act]
+        self.sizes, self.act = sizes, activation(act)
         hidden = config.hidden_size
         self.parts = [inner, groups * states, groups * states, heads]  # x, B, C, time steps
         mixed = sum(self.parts[:3])
@@ -220,7 +220,7 @@ class Mamba1(Mixer):
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         super().__init__()
         c, hidden, bias = config, config.hidden_size, bool(config.mamba_proj_bias)
-        self.act = ACT2FN[c.hidden_act]
+        self.act = activation(c.hidden_act)
         self.inner = inner = c.mamba_expand * hidden
         self.parts = [c.mamba_dt_rank, c.mamba_d_state, c.mamba_d_state]  # time steps, B, C
         self.in_proj = weights.linear([f"{name}.in_proj"], [2 * inner], hidden, bias)
@@ -299,7 +299,7 @@ class GatedDelta(Mixer):
                 f"config.json: {v_heads} heads of V for {heads} of K in the delta rule; each head "
                 "of K has as many of V"
             )
-        self.sizes, self.act, self.together = sizes, ACT2FN[act], together
+        self.sizes, self.act, self.together = sizes, activation(act), together
         hidden, inner = config.hidden_size, v_heads * v_dim
         mixed = 2 * heads * dim + inner
         names, rows = ["qkv", "z", "b", "a"], [mixed, inner, v_heads, v_heads]

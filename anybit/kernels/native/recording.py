@@ -69,6 +69,10 @@ class Recording(Repeated):
 class _Watch(TorchDispatchMode):
     """Sees every operator of torch's; writes down those that compute."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler for that
+
     def __init__(self, calls: list[Any], operators: Mapping[Any, Callable[..., Tensor]]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls, self.operators = calls, operators
