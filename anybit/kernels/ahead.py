@@ -61,7 +61,8 @@ def collected(strict: bool = False) -> Iterator[Notes]:
     own = Notes(strict)
     triton: AbstractContextManager[None] = nullcontext()
     if "anybit.kernels.triton" in sys.modules:
-        triton = import_module("anybit.kernels.triton.ahead").noted(own)
+        with suppress(ImportError):  # of what another Triton lacks, which then compiles one by one
+            triton = import_module("anybit.kernels.triton.ahead").noted(own)
     token = _notes.set(own)
     try:
         with triton:

@@ -46,11 +46,14 @@ def noted(own: Notes) -> Iterator[None]:
     A launch whose kernel is not made returns: so says Triton of its own hook for that, which is
     called too early, with what must be JSON.
     """
-    usual = JITFunction._do_compile
+    usual = getattr(JITFunction, "_do_compile", None)
+    if usual is None:  # another Triton, which then compiles one by one
+        yield
+        return
 
     def compiled(
         self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any,
-        warmup: bool,
+        *others: Any,
     ) -> Any:  # fmt: skip
         _, _, target, backend, _ = self.device_caches[device]
         if notes() is own:
@@ -71,7 +74,7 @@ def noted(own: Notes) -> Iterator[None]:
                 if own.strict:
                     raise error
                 return None
-        return usual(self, key, signature, device, constants, options, attrs, warmup)
+        return usual(self, key, signature, device, constants, options, attrs, *others)
 
     JITFunction._do_compile = compiled
     try:

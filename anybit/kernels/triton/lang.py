@@ -56,7 +56,9 @@ def _described(name: str, signature: Any, constants: dict[Any, Any], *others: An
     return _usual(name, signature, known, *others)
 
 
-_usual, compiler.serialize_specialization_data = compiler.serialize_specialization_data, _described
+_usual: Any = getattr(compiler, "serialize_specialization_data", None)
+if _usual is not None:
+    compiler.serialize_specialization_data = _described
 
 
 @cache
