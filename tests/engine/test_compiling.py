@@ -8,8 +8,10 @@ import torch
 from anybit.engine import ready
 from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
+from anybit.engine.weights import Dense
 from anybit.kernels import ahead
 from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.between import of
 from anybit.nn import op
 from tests.engine.conftest import PICO
 
@@ -72,3 +74,26 @@ def test_kernels_of_all_steps_are_compiled_together(
         ready.captured(graphs)
     assert len(together) == 2  # all are there
     assert one_by_one == ["2 behind"]
+
+
+def test_layers_that_are_not_quantized_compile_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = LLM(PICO, dtype="float32", length=128, max_running=2).engine.runner
+    graphs = Graphs(runner.model, runner.caches, runner.block_size, 2, 8, prompts=(16,))
+    layers = [m for m in runner.model.modules() if isinstance(m, Dense)]
+    family = type(of(runner.model.embed_tokens))
+
+    def lacking(self: object, x: torch.Tensor, weight: torch.Tensor, bias: object) -> None:
+        notes = ahead.notes()
+        assert notes is not None
+        raise notes.missing(f"{len(x)} {len(weight)}", print)
+
+    for name in ("linear", "gated"):
+        monkeypatch.setattr(family, name, lacking)
+    with torch.inference_mode(), ahead.collected() as found:
+        for launch in graphs.launches():
+            launch()
+    vocabulary = len(runner.model.embed_tokens)
+    rows = {len(layer.weight) for layer in layers}
+    assert len(rows) > 2
+    sizes = {n: (1, 2) if n == vocabulary else (1, 2, 16) for n in rows}
+    assert set(found.kernels) == {f"{m} {n}" for n in rows for m in sizes[n]}
