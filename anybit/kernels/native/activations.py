@@ -10,9 +10,9 @@ from torch import Tensor
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
-from anybit.kernels.native.operand import BLOCK, Operand
+from anybit.kernels.native.operand import Operand, laid
 
-NAMES = ("next", "x", "stride", "k", "m", "tokens", "blocks", "to", "sums", "groups")
+NAMES = ("next", "x", "stride", "k", "m", "tokens", "units", "to", "sums", "groups")
 DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8}
 WIDEST = 16  # lanes of 32 bits
 SERIAL = 1 << 16  # numbers that one thread moves sooner than two would be woken
@@ -43,24 +43,23 @@ def pack(
 
     Returns:
         The numbers by (tokens, vector, token), and sums fp32 or int32, (M, 1) or
-        (M, groups), with zeros behind them up to a multiple of `WIDEST`.
+        (M, groups), with zeros behind them up to a multiple of `WIDEST`. Where M is less than
+        `tokens`, what lies behind M is anything.
     """
     m, k = x.shape
-    blocks = -(-k // BLOCK)
-    room = max(m, tokens) * blocks * BLOCK * operand.itemsize
-    out = torch.empty(room, dtype=torch.uint8)
-    if m < tokens:  # the rest of the only part is multiplied, too
-        out.zero_()
+    columns = laid(k)
+    out = torch.empty(max(m, tokens) * columns * operand.itemsize, dtype=torch.uint8)
     sums = None
     if group is not None:
-        count = -(-blocks * BLOCK // group // WIDEST) * WIDEST if group else 1
+        count = -(-columns // (group * WIDEST)) * WIDEST if group else 1
         dtype = torch.int32 if operand.whole else torch.float32
-        sums = torch.zeros(max(m, tokens), count, dtype=dtype)
+        sums = torch.empty(max(m, tokens), count, dtype=dtype)
     threads = 1 if x.numel() < SERIAL else torch.get_num_threads()
     where = (0, 0) if sums is None else (sums.data_ptr(), sums.shape[1])
     stride = x.stride(0) * x.itemsize
     kernel(Packing(operand, DTYPES[x.dtype], group))(
-        (0, x.data_ptr(), stride, k, m, tokens, blocks, out.data_ptr(), *where), threads
+        (0, x.data_ptr(), stride, k, m, tokens, columns // operand.codes, out.data_ptr(), *where),
+        threads,
     )
     return out, sums
 
@@ -143,8 +142,7 @@ def _pack(spec: Packing) -> Function:
     args = Arguments(f, NAMES)
     unit, size = operand.codes, operand.isa.bits // 8
     k, m, tokens = args.number("k"), args.number("m"), args.number("tokens")
-    blocks = args.number("blocks")
-    units = blocks * operand.units
+    units = args.number("units")
     bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1}[spec.source]
     rest = f.allocate(I8, unit * bytes_)
     with f.chunks(args.address("next"), tokens, m) as (first, last):
@@ -155,6 +153,10 @@ def _pack(spec: Packing) -> Function:
         to = f.at(args.pointer("to"), first * units * (unit * operand.itemsize))
         with f.loop(first, last) as t:
             row = f.at(args.pointer("x"), t * args.number("stride"))
+            if spec.group is not None:
+                groups = args.number("groups") if spec.group else f.integer(1)
+                with f.loop(0, groups) as g:
+                    f.store(f.zero(I32), args.pointer("sums"), (t * groups + g) << 2)
             with f.loop(0, units) as u:
                 source = f.at(row, u * (unit * bytes_))
                 there = k - u * unit

@@ -27,7 +27,7 @@ from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import Coded, Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
 from anybit.kernels.native.layout import blocks_of, lay_out
-from anybit.kernels.native.operand import BLOCK, RUN, Operand
+from anybit.kernels.native.operand import BLOCK, RUN, Operand, laid
 from anybit.kernels.native.rows import Signed
 from anybit.kernels.native.steps import Steps
 
@@ -80,7 +80,7 @@ def _refuse_format(fmt: Format, k: int) -> str | None:
         found = probing.probe(Packed.from_codes(fmt, (2, k), fmt.encode(w, grid), grid))
     except probing.NoTable as error:
         return str(error)
-    if found.group and blocks_of(k) * BLOCK // found.group > gemv.MOST_GROUPS:
+    if found.group and -(-laid(k) // found.group) > gemv.MOST_GROUPS:
         return f"K={k} has more than {gemv.MOST_GROUPS} groups of {found.group}"
     return None
 
@@ -114,7 +114,7 @@ def prepare(
         log.warning("%s: the CPU kernels do not multiply such a weight: %s", fmt.spec, error)
         other = _other(decoded).prepare(packed, activation, dtype, decoded)
         return other._replace(layout=(torch.tensor([int(decoded)]), *other.layout))
-    more = blocks_of(k) * BLOCK // table.group if table.group else 0
+    more = -(-laid(k) // table.group) if table.group else 0
     layout = (
         torch.tensor(table.facts(fmt.bits)),
         _laid_out(packed, table, level),
@@ -154,7 +154,7 @@ def _laid_out(packed: Packed, table: probing.Table, level: Isa) -> Tensor:
     codes = packed.codes()
     if fmt.bits > 8:
         codes = codes.to(torch.uint16).view(torch.int16)
-    return pad(codes, (0, fmt.code_count(blocks_of(k) * BLOCK) - codes.shape[1]))
+    return pad(codes, (0, fmt.code_count(laid(k)) - codes.shape[1]))
 
 
 def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
@@ -217,8 +217,9 @@ def _product(
     dtype: torch.dtype,
     level: Isa,
     m: int,
+    tail: int,
 ) -> Product:
-    """What multiplies up to m <= FEW activations, or more than that."""
+    """What multiplies up to m <= FEW activations, or more than that; tail: as in `gemv.Few`."""
     bits, _, group, number, *_, wide = facts
     form = probing.FORMS[number]
     operand = _operand(facts, activation, dtype, level)
@@ -241,11 +242,12 @@ def _product(
         shift += 128
     if m <= FEW:
         sums = group if form else 0 if operand.whole else None
-        kernel = gemv.kernel(gemv.Few(codes, operand, group, form, m, to, quantized, bool(wide)))
+        few = gemv.Few(codes, operand, group, form, m, to, quantized, bool(wide), tail)
+        kernel = gemv.kernel(few)
         return Product(operand, m, sums, kernel, 0, table, shift)
     if group:
         shift = -128 if operand.kind == "u8" else 0
-    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form, bool(wide)))
+    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form, bool(wide), tail))
     sums = 0 if operand.whole else None
     kernel = gemm.product(operand, to, quantized)
     return Product(operand, gemm.TOKENS, sums, kernel, decoder.address, table, shift)
@@ -281,7 +283,8 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     for part in range(0, m, MANY):
         rows = slice(part, part + MANY)
         tokens = (1, 1, 2, 4, 4)[m - part] if m - part <= FEW else FEW + 1
-        how = prepared.format, facts, prepared.activation, x.dtype, level, tokens
+        tail = laid(prepared.shape[1]) % BLOCK
+        how = prepared.format, facts, prepared.activation, x.dtype, level, tokens, tail
         token_scale = None if scale is None else scale[rows]
         _multiply(numbers[rows], token_scale, prepared, _product(*how), offset, y[rows])
     return y
@@ -321,9 +324,10 @@ def _multiply(
     """y = x W^T + bias, of few or many activations."""
     operand = product.operand
     _, w, scales, offsets, row, tables = prepared.layout
-    (m, k), n, blocks = x.shape, prepared.shape[0], blocks_of(x.shape[1])
+    (m, k), n = x.shape, prepared.shape[0]
+    blocks, tail = divmod(laid(k), BLOCK)
     threads = torch.get_num_threads() if m * n * k > SERIAL else 1
-    ready = operand.kind == "bf16" and product.tokens == 1 and k % BLOCK == 0
+    ready = operand.kind == "bf16" and product.tokens == 1 and k == laid(k)
     if ready and product.sums is None and x.dtype == torch.bfloat16:
         xs, xsum = x, None
     else:
@@ -340,11 +344,13 @@ def _multiply(
         values["chunk"] = max(4, min(256, n // (8 * threads)))
     else:
         names = gemm.NAMES
+        blocks += tail > 0
         parts = -(-blocks * operand.itemsize // gemm.PART)
         part = -(-blocks // parts)
         strip = gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
         room = gemm.room(operand, strip, part, m)
         values |= {
+            "blocks": blocks, "vectors": laid(k) // operand.codes * operand.vectors,
             "strip": strip, "part": part, "decode": product.decoder,
             "scratch": build.workspace(room * threads).data_ptr(), "room": room,
         }  # fmt: skip

@@ -5,7 +5,8 @@ first; a plane of w bits takes w vectors of 64 bytes, and a vector 16 / w runs o
 of a run lies in the 16-bit word i of the vector: runs 0, 2, 4, ... in the low byte from bit 0 on,
 runs 1, 3, 5, ... in the high byte. So one shift aligns the 32 codes of a run in words of 16
 bits, 16 of them in words of 32, or the 64 of two runs in bytes; processors with shorter vectors
-shift each part of it.
+shift each part of it. The last block of a row may have fewer runs; a plane takes as many vectors
+there as hold them.
 
 The bits of a code are put together in any order that is cheap, since the table can be permuted.
 """
@@ -31,6 +32,11 @@ def place(run: int, width: int) -> int:
     return run // 2 * width + 8 * (run % 2)
 
 
+def vectors(width: int, count: int) -> int:
+    """Vectors of 64 bytes that a plane of `width` bits takes for so many codes of a block."""
+    return -(-count * width // 512)
+
+
 @dataclass(frozen=True)
 class Codes(InRows):
     """How codes of `bits` bits become numbers.
@@ -49,18 +55,17 @@ class Codes(InRows):
     short: bool = False
     half: int | None = None
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a row's block."""
-        return BLOCK * self.bits // 8
+    def block_bytes(self, count: int = BLOCK) -> int:
+        """Bytes of a block of so many codes."""
+        return sum(64 * vectors(width, count) for width in segments(self.bits))
 
-    def planes(self) -> list[tuple[int, int, int]]:
+    def planes(self, count: int = BLOCK) -> list[tuple[int, int, int]]:
         """(width, bytes before it in a block, its lowest bit in a code) of every plane."""
         out, at, low = [], 0, self.bits
         for width in segments(self.bits):
             low -= width
             out.append((width, at, low))
-            at += 64 * width
+            at += 64 * vectors(width, count)
         return out
 
     def permuted(self) -> list[int]:
@@ -79,6 +84,7 @@ class Codes(InRows):
         f: Function,
         isa: Isa,
         block: Value,
+        count: int,
         run: int,
         skip: int,
         kind: str,
@@ -91,6 +97,7 @@ class Codes(InRows):
             f: what is compiled.
             isa: what the processor can do.
             block: the address of the block.
+            count: codes in it.
             run: which 32 codes.
             skip: bytes of a plane's vector that lie before.
             kind: the vector's type.
@@ -101,7 +108,7 @@ class Codes(InRows):
         word = ir.scalar(kind)
         # x86 shifts no bytes.
         lanes16 = vec(ir.lanes(kind) // 2, I16) if word == I8 and not isa.arm else kind
-        for width, start, low in self.planes():
+        for width, start, low in self.planes(count):
             per = 16 // width
             bit = place(run, width) + shift
             part = f.load(lanes16, block, start + 64 * (run // per) + skip)
@@ -118,11 +125,12 @@ class Codes(InRows):
         return total
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table"
-    ) -> list[Value]:
-        """The numbers of a unit, in the operand's vectors and order."""
+        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table",
+        count: int = BLOCK,
+    ) -> list[Value]:  # fmt: skip
+        """The numbers of a unit, in the operand's vectors and order. count: codes of the block."""
         isa = operand.isa
-        bits, indices = isa.bits, partial(self._index, f, isa, block)
+        bits, indices = isa.bits, partial(self._index, f, isa, block, count)
         if table.way == "bytes":
             index = partial(indices, unit // 2 * 2, shift=0, true=True)
             return table.pair(f, (block.text, unit // 2), index)[unit % 2]
@@ -181,15 +189,15 @@ class Vectors(InRows):
         """Bytes of a code."""
         return 2 if self.bits > 8 else 1
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a row's block."""
-        return BLOCK // self.width * self.books * self.item
+    def block_bytes(self, count: int = BLOCK) -> int:
+        """Bytes of a block of so many weights."""
+        return count // self.width * self.books * self.item
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table"
-    ) -> list[Value]:
-        """The numbers of a unit, in the operand's vectors and order."""
+        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table",
+        count: int = BLOCK,
+    ) -> list[Value]:  # fmt: skip
+        """As `Codes.unit`."""
         per = RUN // self.width
         parts = []
         for at in range(unit * per, (unit + 1) * per):

@@ -18,7 +18,7 @@ from anybit.kernels.native.steps import Steps
 
 NAMES = (
     "next", "slot", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
-    "n", "blocks", "m", "strip", "part", "decode", "scratch", "room", "shift",
+    "n", "blocks", "vectors", "m", "strip", "part", "decode", "scratch", "room", "shift",
 )  # fmt: skip
 TOKENS = 4
 STRIP = 48  # rows of a tile; it and an equal share of x fill half of a cache of 1 MB
@@ -32,13 +32,17 @@ def rows(isa: Isa) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a tile's decoding is compiled for; see `gemv.Few`."""
+    """What a tile's decoding is compiled for; see `gemv.Few`.
+
+    The product counts a short last block as any other; `vectors` says where a row ends.
+    """
 
     codes: Coded | Steps
     operand: Operand
     group: int
     form: str
     wide: bool = False
+    tail: int = 0
 
 
 @cache
@@ -65,39 +69,56 @@ def room(operand: Operand, strip: int, part: int, m: int) -> int:
 
 def _decode(spec: Tile) -> Function:
     """(arguments, row, first block, last block, where to, bytes between vectors there)."""
-    operand, step = spec.operand, spec.codes.block_bytes
+    operand, step = spec.operand, spec.codes.block_bytes()
     f = Function("decode", [PTR, I64, I64, I64, PTR, I64])
     args = Arguments(f, NAMES)
     _, row, first, last, out, stride = f.arguments
     table: Any = spec.codes.table(f, operand, args.pointer("table"))
-    groups = BLOCK // spec.group if spec.group else 0  # of a block
-    many = max(1, groups // operand.units)  # of a unit
-    blocks = args.number("blocks")
+    whole = args.number("blocks") - (1 if spec.tail else 0)
+    per = BLOCK // spec.group if spec.group else 0
+    groups = whole * per + (-(-spec.tail // spec.group) if spec.group else 0)
+    w = f.at(args.pointer("w"), spec.codes.row(f, table, row, whole, spec.tail))
     vectors = operand.units * operand.vectors
-    w = f.at(args.pointer("w"), spec.codes.row(f, table, row, blocks))
-    with f.loop(first, last) as b:
-        here = row * blocks + b
+
+    def block(b: Value, count: int) -> None:
         codes, to = f.at(w, b * step), f.at(out, (b - first) * vectors * stride)
         for i in range(0, step, 64):
             f.prefetch(codes, 1024 + i)
-        for unit in range(operand.units):
-            if (groups and unit * groups % operand.units == 0) or many > 1:
-                g = here * groups + unit * groups // operand.units
-                scale = scales_at(f, args.pointer("scale"), g, many, spec.wide)
-                offset = f.zero(scale.kind)
-                if spec.form:
-                    offset = scales_at(f, args.pointer("offset"), g, many, spec.wide)
-                if spec.form == "scaled":
-                    offset = offset * scale
-            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table)):
-                if groups:
-                    columns = operand.columns(j) if many > 1 else [0] * operand.isa.floats
-                    lanes = [column // spec.group for column in columns]
-                    both = [f.shuffle(a, a, lanes) for a in (scale, offset)]
-                    weight = _scaled(f, operand, weight, *both)
-                f.store(weight, to, stride * (unit * operand.vectors + j))
+        _block(f, args, spec, table, count, codes, row * groups + b * per, to, stride)
+
+    with f.loop(first, f.smaller(last, whole)) as b:
+        block(b, BLOCK)
+    if spec.tail:
+        with f.when(f.compare("sgt", last, whole)):
+            block(whole, spec.tail)
     f.give()
     return f
+
+
+def _block(
+    f: Function, args: Arguments, spec: Tile, table: Any, count: int, codes: Value, group: Value,
+    to: Value, stride: Value,
+) -> None:  # fmt: skip
+    """Decode a block of `count` codes, whose first group is `group`."""
+    operand = spec.operand
+    groups = BLOCK // spec.group if spec.group else 0  # of a whole block
+    many = max(1, groups // operand.units)  # of a unit
+    for unit in range(count // operand.codes):
+        if (groups and unit * groups % operand.units == 0) or many > 1:
+            g = group + unit * groups // operand.units
+            scale = scales_at(f, args.pointer("scale"), g, many, spec.wide)
+            offset = f.zero(scale.kind)
+            if spec.form:
+                offset = scales_at(f, args.pointer("offset"), g, many, spec.wide)
+            if spec.form == "scaled":
+                offset = offset * scale
+        for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table, count)):
+            if groups:
+                columns = operand.columns(j) if many > 1 else [0] * operand.isa.floats
+                lanes = [column // spec.group for column in columns]
+                both = [f.shuffle(a, a, lanes) for a in (scale, offset)]
+                weight = _scaled(f, operand, weight, *both)
+            f.store(weight, to, stride * (unit * operand.vectors + j))
 
 
 def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: Value) -> Value:
@@ -136,7 +157,8 @@ class _Product:
         self.function = f = Function("product", [PTR])
         self.args = args = Arguments(f, NAMES)
         self.rows, self.size = rows(operand.isa), operand.isa.bits // 8
-        self.vectors = operand.units * operand.vectors  # of a block
+        self.vectors = operand.units * operand.vectors  # of a whole block
+        self.long = args.number("vectors")  # of a row
         self.m, self.blocks, self.strip = (args.number(a) for a in ("m", "blocks", "strip"))
         part = args.number("part")
         slot = f.take(args.address("slot"), 1)  # every thread has a room of its own
@@ -154,7 +176,7 @@ class _Product:
     def _part(self, start: Value, stop: Value) -> None:
         """Decode the strip's blocks from `start` to `stop` and multiply them."""
         f = self.function
-        long = (stop - start) * self.vectors  # vectors of a row
+        long = f.smaller(stop * self.vectors, self.long) - start * self.vectors
         with f.loop(0, self.height) as j:
             place = (j // self.rows * self.rows * long + j % self.rows) * self.size
             stride = f.integer(self.rows * self.size)
@@ -172,7 +194,7 @@ class _Product:
     def _panel(self, t: Value, tokens: int, start: Value, long: Value) -> None:
         """Multiply the tile by activations t to t + tokens, which lie side by side."""
         f, operand, size = self.function, self.operand, self.size
-        place = t * self.blocks * self.vectors + start * (self.vectors * tokens)
+        place = t * self.long + start * (self.vectors * tokens)
         panel = f.at(self.args.pointer("x"), place * size)
         fresh = f.compare("eq", start, f.integer(0))
         zero = f.zero(operand.sums)

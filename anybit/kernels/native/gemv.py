@@ -35,6 +35,7 @@ class Few:
         dtype: LLVM's name of what y (M, N) is stored in.
         quantized: whether activations have scales.
         wide: whether scales and offsets are fp32, not fp16.
+        tail: codes of the last block, if it is a short one.
     """
 
     codes: Coded | Steps
@@ -45,6 +46,7 @@ class Few:
     dtype: str
     quantized: bool
     wide: bool = False
+    tail: int = 0
 
 
 @cache
@@ -61,11 +63,13 @@ class _Rows:
         self.spec = spec
         self.function = f = Function("few", [PTR])
         self.args = args = Arguments(f, NAMES)
-        operand, step = spec.operand, spec.codes.block_bytes
+        operand, step = spec.operand, spec.codes.block_bytes()
         blocks, n = args.number("blocks"), args.number("n")
         self.table: Any = spec.codes.table(f, operand, args.pointer("table"))
         self.per_block = BLOCK // spec.group if spec.group else 0
         self.groups = blocks * self.per_block
+        if spec.group:
+            self.groups = self.groups + -(-spec.tail // spec.group)
         self.scales = f.allocate(F32, MOST_GROUPS + 16) if spec.group else None
         x_step = operand.units * operand.vectors * operand.isa.bits // 8 * spec.m
         zero = f.zero(operand.sums)
@@ -74,39 +78,45 @@ class _Rows:
             f.loop(first, last) as r,
         ):
             tails = self._read_scales(r)
-            w = f.at(args.pointer("w"), spec.codes.row(f, self.table, r, blocks))
+            w = f.at(args.pointer("w"), spec.codes.row(f, self.table, r, blocks, spec.tail))
             totals = [f.variable(zero) for _ in range(spec.m)]
             with f.loop(0, blocks) as b:
                 codes, x = f.at(w, b * step), f.at(args.pointer("x"), b * x_step)
                 self._block(codes, x, b, totals)
+            if spec.tail:
+                codes, x = f.at(w, blocks * step), f.at(args.pointer("x"), blocks * x_step)
+                self._block(codes, x, blocks, totals, spec.tail)
             for i, total in enumerate(totals):
                 with f.when(f.compare("slt", f.integer(i), args.number("m"))):
                     self._store(r, i, f.sum(total.get()), tails[i] if tails else None)
         f.give()
 
-    def _block(self, codes: Value, x: Value, b: Value, totals: list[ir.Variable]) -> None:
-        """Add the products of a block to the totals of each activation."""
+    def _block(
+        self, codes: Value, x: Value, b: Value, totals: list[ir.Variable], count: int = BLOCK
+    ) -> None:
+        """Add the products of a block of `count` codes to the totals of each activation."""
         f, spec, operand = self.function, self.spec, self.spec.operand
         m, size, zero = spec.m, operand.isa.bits // 8, f.zero(operand.sums)
         small = 0 < spec.group < operand.codes  # groups whose scales lie in one vector
         chain = CHAIN // 2 if operand.isa.arm else CHAIN  # shorter vectors: as many products sooner
         units = spec.group // operand.codes or min(operand.units, chain // operand.vectors)
         first = b * self.per_block
-        at = 0
-        for unit in range(operand.units):
+        at, last = 0, count // operand.codes - 1
+        for unit in range(last + 1):
             if unit % units == 0:
                 sums = [zero] * m
-            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, self.table)):
+            numbers = spec.codes.unit(f, operand, codes, unit, self.table, count)
+            for j, weight in enumerate(numbers):
                 for i in range(m):
                     number = f.load(operand.vector, x, (at * m + i) * size)
                     sums[i] = operand.dot(f, zero if small else sums[i], weight, number)
                 at += 1
                 if small:
-                    count = operand.codes // spec.group
-                    some = self._scale(vec(count, F32), first + unit * count)
+                    many = operand.codes // spec.group
+                    some = self._scale(vec(many, F32), first + unit * many)
                     lanes = [column // spec.group for column in operand.columns(j)]
                     self._add(sums, f.shuffle(some, some, lanes), totals)
-            if (unit + 1) % units == 0 and not small:
+            if ((unit + 1) % units == 0 or unit == last) and not small:
                 factor = None
                 if spec.group:
                     one = self._scale(F32, first + unit // units)

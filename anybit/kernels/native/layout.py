@@ -7,18 +7,13 @@ from torch import Tensor
 
 from anybit.core.planes import segments, words
 from anybit.kernels.native import build, ir, memory
-from anybit.kernels.native.decode import place
+from anybit.kernels.native.decode import place, vectors
 from anybit.kernels.native.ir import I8, I16, PTR, Arguments, Function, vec
 from anybit.kernels.native.isa import Isa
-from anybit.kernels.native.operand import BLOCK, RUN
+from anybit.kernels.native.operand import BLOCK, RUN, laid
 
-NAMES = ("next", "from", "to", "n", "chunk", "row", "step", "blocks")
+NAMES = ("next", "from", "to", "n", "chunk", "row", "left", "span", "step", "blocks")
 CHUNK = 16  # rows that a thread takes at once
-
-
-def blocks_of(k: int) -> int:
-    """Blocks that hold K codes."""
-    return -(-k // BLOCK)
 
 
 def lay_out(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Tensor:
@@ -31,28 +26,33 @@ def lay_out(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Tensor:
         isa: what the processor can do.
 
     Returns:
-        (N, blocks * 64 * bits) uint8; codes beyond K are 0.
+        (N, bytes of a row) uint8; codes beyond K are 0.
     """
-    n, blocks = len(planes[0]), blocks_of(k)
-    step = BLOCK * bits // 8
-    out = memory.empty(n, blocks * step)
-    at = 0
-    for plane, width in zip(planes, segments(bits), strict=True):
-        plane = plane.contiguous()
-        kernel(width, isa)(
-            (0, plane.data_ptr(), out.data_ptr() + at, n, CHUNK, 4 * words(k, width), step, blocks),
-            torch.get_num_threads(),
-        )
-        at += BLOCK * width // 8
+    (blocks, tail), widths = divmod(laid(k), BLOCK), segments(bits)
+    n, step = len(planes[0]), BLOCK * bits // 8
+    span = blocks * step + 64 * sum(vectors(width, tail) for width in widths)
+    out = memory.empty(n, span)
+    for first, count, codes in ((0, blocks, BLOCK), (blocks, 1, tail)):
+        to = out.data_ptr() + first * step
+        for plane, width in zip(planes, widths, strict=True):
+            many = vectors(width, codes)
+            plane, skip = plane.contiguous(), first * 64 * width
+            row = 4 * words(k, width)
+            if count and codes:
+                kernel(width, many, isa)(
+                    (0, plane.data_ptr() + skip, to, n, CHUNK, row, row - skip, span, step, count),
+                    torch.get_num_threads(),
+                )
+            to += 64 * many
     return out
 
 
 @cache
-def kernel(width: int, isa: Isa) -> build.Kernel:
-    """What moves one plane of `width` bits."""
+def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
+    """What moves one plane of `width` bits, `many` vectors of each block."""
     f = Function("lay_out", [PTR])
     args = Arguments(f, NAMES)
-    size = BLOCK * width // 8  # bytes of the plane in a block
+    size = 64 * many  # bytes of the plane in a block
     row, blocks = args.number("row"), args.number("blocks")
     zeros = f.allocate(I8, size)
     with (
@@ -61,8 +61,8 @@ def kernel(width: int, isa: Isa) -> build.Kernel:
         f.loop(0, blocks) as b,
     ):
         source = f.at(args.pointer("from"), r * row + b * size)
-        target = f.at(args.pointer("to"), (r * blocks + b) * args.number("step"))
-        left = row - b * size
+        target = f.at(args.pointer("to"), r * args.number("span") + b * args.number("step"))
+        left = args.number("left") - b * size
         with f.when(f.compare("slt", left, f.integer(size))):  # a part of a block
             with f.loop(0, size) as i:
                 f.store(f.zero(I8), zeros, i)
@@ -70,7 +70,7 @@ def kernel(width: int, isa: Isa) -> build.Kernel:
                 f.store(f.load(I8, source, i), zeros, i)
         whole = f.compare("sge", left, f.integer(size))
         source = f.select(whole, source, zeros)
-        for v in range(width):
+        for v in range(many):
             _vector(f, f.at(source, 64 * v), f.at(target, 64 * v), width)
     f.give()
     return build.load(ir.module([f]), [f.name], isa)[0]

@@ -10,6 +10,11 @@ BLOCK = 512  # codes
 RUN = 32  # codes that lie in one vector of 16-bit words
 
 
+def laid(k: int) -> int:
+    """Columns that K are laid out as: whole units of any operand. The last block may be short."""
+    return -(-k // (2 * RUN)) * (2 * RUN)
+
+
 @dataclass(frozen=True)
 class Operand:
     """The numbers that a product is made of, in vectors of the processor's width.

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class InRows:
     """Codes whose rows lie one after the other, `block_bytes` for each block."""
 
-    @property
-    def block_bytes(self) -> int:
+    def block_bytes(self, count: int = BLOCK) -> int:
         raise NotImplementedError
 
     def table(self, f: Function, operand: Operand, memory: Value) -> "Table":
@@ -28,9 +27,9 @@ class InRows:
 
         return Table(f, self, operand, memory)  # type: ignore[arg-type]  # those of `Coded`
 
-    def row(self, f: Function, table: Any, row: Value, blocks: Value) -> Value:
-        """Bytes before the first block of a row."""
-        return row * (blocks * self.block_bytes)
+    def row(self, f: Function, table: Any, row: Value, blocks: Value, tail: int) -> Value:
+        """Bytes before the first block of a row. blocks: whole ones. tail: as in `gemv.Few`."""
+        return row * (blocks * self.block_bytes() + self.block_bytes(tail))
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,10 @@ class Signed(InRows):
         above = max(0, self.bits - 8)
         return 1 << (above - 1).bit_length() if above else 0
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a row's block."""
-        return BLOCK // self.width * (8 + self.high) // 8 + BLOCK // 8 * self.signed
+    def block_bytes(self, count: int = BLOCK) -> int:
+        """Bytes of a block, of which a short one has as many."""
+        whole = BLOCK // self.width * (8 + self.high) // 8 + BLOCK // 8 * self.signed
+        return whole if count else 0
 
     def offset(self, operand: Operand) -> int:
         """Where the operand's table begins, in bytes."""
@@ -86,8 +85,9 @@ class Signed(InRows):
         return torch.cat(parts, -1).flatten(1)
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table"
-    ) -> list[Value]:
+        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table",
+        count: int = BLOCK,
+    ) -> list[Value]:  # fmt: skip
         """The numbers of a unit, in the operand's vectors and order."""
         per, after = RUN // self.width, BLOCK // self.width
         size, kind = (2, ir.BF16) if operand.kind == "bf16" else (4, F32)

@@ -34,34 +34,34 @@ class Steps:
 
     code: tiles.Hashed
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of two rows."""
+    def block_bytes(self, count: int = BLOCK) -> int:
+        """Bytes of a block of two rows, of whatever count."""
         return BLOCK * self.code.rate // 4
 
     def table(self, f: Function, operand: Operand, where: Value) -> "Lookup":
         return Lookup(f, self, operand, where)
 
-    def row(self, f: Function, table: Any, row: Value, blocks: Value) -> Value:
+    def row(self, f: Function, table: Any, row: Value, blocks: Value, tail: int) -> Value:
         """Bytes before the first block of a row, which the table decodes next."""
-        pair, size = row & 7, blocks * self.block_bytes
+        pair, size = row & 7, (blocks + (1 if tail else 0)) * self.block_bytes()
         table.begin(f, row, ((pair + 7 & 7) - pair) * size)
         return ((row >> 4 << 3) + pair) * size
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Lookup"
-    ) -> list[Value]:
+        self, f: Function, operand: Operand, block: Value, unit: int, table: "Lookup",
+        count: int = BLOCK,
+    ) -> list[Value]:  # fmt: skip
         """The numbers of a unit, in the operand's vectors and order."""
         some = table.columns(f, block, unit * operand.codes, operand.codes)
-        order, count = operand.order(), operand.codes // operand.vectors
+        order, lanes = operand.order(), operand.codes // operand.vectors
         parts = [
-            f.shuffle(some, some, order[i : i + count]) for i in range(0, operand.codes, count)
+            f.shuffle(some, some, order[i : i + lanes]) for i in range(0, operand.codes, lanes)
         ]
         if operand.whole:  # whole numbers from -128 on
             if operand.kind != "s8":
                 parts = [part ^ 128 for part in parts]
             return [f.cast("zext", part, operand.vector) for part in parts]
-        real = [f.cast("sitofp", part, vec(count, F32)) for part in parts]
+        real = [f.cast("sitofp", part, vec(lanes, F32)) for part in parts]
         return [f.cast("fptrunc", part, operand.vector) for part in real]  # which hold all of them
 
     def lay_out(self, packed: Packed) -> Tensor:
@@ -80,7 +80,7 @@ class Steps:
             plane = lanes >> low & ((1 << size) - 1)
             planes.append(plane.to(DTYPES[size]).contiguous().view(torch.uint8))
             low += size
-        out = memory.empty(n // 2, blocks * self.block_bytes)
+        out = memory.empty(n // 2, blocks * self.block_bytes())
         return out.copy_(torch.cat(planes, 2).flatten(1))
 
 
