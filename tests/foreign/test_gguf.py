@@ -35,13 +35,18 @@ def test_logits_are_those_of_the_decoded_model(name: str, tmp_path: Path) -> Non
     assert set(report.formats.values()) == {"q4_k", "q6_k"}
     assert all("kv_b_proj" in layer for layer in report.decoded)  # of two parts
     again = anybit.load(tmp_path / "out", dtype=torch.float32)
-    # The embedding is decoded to the model's dtype, as is what the file has in two parts.
-    decoded = [model.get_parameter(f"{layer}.weight") for layer in report.decoded]
-    for weight in (model.get_input_embeddings().weight, *decoded):
+    # What the file has in two parts is decoded to the model's dtype.
+    for layer in report.decoded:
+        weight = model.get_parameter(f"{layer}.weight")
         weight.data.copy_(weight.bfloat16())
     with torch.no_grad():
         wanted, got = model(IDS).logits, again(IDS).logits
     assert type(again) is type(model)
+    # Embeddings keep their codes, and a head that is tied to them holds the same tensors.
+    words, head = again.get_input_embeddings(), again.get_output_embeddings()
+    assert words.scheme == head.scheme == "q6_k"
+    if model.config.tie_word_embeddings:
+        assert all(getattr(words, name) is getattr(head, name) for name in words.names)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4 * float(wanted.abs().max()))
 
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -42,11 +42,12 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, read_json, stated_quantization
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import split
 from anybit.nn.linear import all_finite, check_finite
 from anybit.nn.model import is_linear
 from anybit.nn.plan import METHOD, Plan, Spec, is_head, quantization_config
-from anybit.nn.tied import untied_config, untied_heads
+from anybit.nn.tied import tied_heads, untied_config, untied_heads
 
 # quant_method in config.json, and the name of the module that reads such checkpoints.
 METHODS = (
@@ -340,17 +341,24 @@ def plan_conversion(
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
-    coded = [name for place, name in model_name.items() if place.stored in layers]
+    heads = tied_heads(model)
+    of_model = {name: layers.get(place.stored) for place, name in model_name.items()}
+    for head, words in heads.items():  # which share the embeddings' codes
+        of_model[head] = of_model.get(head) or of_model[words]
+    coded = [name for name, layer in of_model.items() if layer]
     others = [name for name, layer in layers.items() if layer.reason == OTHERS]
     unexpected = tuple(name for name in layers if name not in module_of and name not in others)
     kept = [name for name in dense if name not in dropped]
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
         check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
-    if found.names.model.has_own_head or untied_heads(model, dict.fromkeys(coded)):
+    schemes = {name: layer.scheme for name, layer in of_model.items() if layer}
+    if found.names.model.has_own_head or untied_heads(model, schemes):
         config = untied_config(config)
     linears = [place for place in model_name if is_linear(module_of[place.stored])]
-    formats = plan_for(layers | {place.saved: layers.get(place.stored) for place in linears})
+    every = layers | {place.saved: of_model[model_name[place]] for place in linears}
+    words = {place.saved for place, name in model_name.items() if name in embedding_layers(model)}
+    formats = plan_for(every, words)
     settings = {"convert": method, "formats": [*map(list, formats.items())]}
     return Conversion(
         stored=stored,
@@ -416,10 +424,13 @@ def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> t
     return named or next((dtype for dtype, _ in sizes.most_common(1)), torch.float16)
 
 
-def plan_for(layers: Mapping[str, Layer | None]) -> dict[str, str | None]:
+def plan_for(
+    layers: Mapping[str, Layer | None], embeddings: Container[str]
+) -> dict[str, str | None]:
     """A short plan that gives every layer its scheme: the commonest for "*", then the others."""
     schemes = {name: layer.scheme if layer else None for name, layer in layers.items()}
-    counts = Counter(s for name, s in schemes.items() if s and not is_head(name))
+    named = {name for name in schemes if is_head(name) or name in embeddings}  # "*" is not theirs
+    counts = Counter(s for name, s in schemes.items() if s and name not in named)
     common = counts.most_common(1)[0][0] if counts else None
-    rest = {n: s for n, s in sorted(schemes.items()) if s != (None if is_head(n) else common)}
+    rest = {n: s for n, s in sorted(schemes.items()) if s != (None if n in named else common)}
     return {"*": common, **rest}

@@ -12,6 +12,7 @@ from anybit.checkpoint.places import missing
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
+from anybit.nn.embedding import factor_of
 from anybit.nn.model import is_linear
 from anybit.nn.plan import Plan, Spec, plan_of
 from anybit.quantizers.base import quantize_weight
@@ -35,7 +36,8 @@ def fitted(
         layer: As it is stored.
         module: Of the model; None where it has no such layer.
         names: Of the model.
-        to: The scheme that it is rounded to; None: it stays as it is.
+        to: The scheme that it is rounded to; None: it stays as it is. Embeddings
+            do.
         for_transformers: As in `plan_conversion`.
 
     Raises:
@@ -43,6 +45,9 @@ def fitted(
     """
     if module is None and for_transformers and made_into_others(names, name, layer):
         return decoded(layer, OTHERS)
+    if isinstance(module, nn.Embedding) and factor_of(module) is not None:
+        check_shape(name, (module.num_embeddings, module.embedding_dim), layer)
+        return layer
     shape = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
     if module is not None and shape is None:  # it would be initialized at random
         raise InvalidInput(

@@ -26,6 +26,7 @@ from anybit.checkpoint.names import Names
 from anybit.errors import InvalidInput, in_a_line
 from anybit.files.directory import write_json
 from anybit.files.safetensors import Stored
+from anybit.nn.embedding import factor_of
 from anybit.nn.experts import published, split
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def open_model(
 
     Returns:
         Of config.json; the tensors by transformers' names; those of them that are quantized linear
-        layers; transformers' tables of names; and its model, without memory.
+        layers and embeddings; transformers' tables of names; and its model, without memory.
 
     Raises:
         FileNotFoundError: A part is missing.
@@ -243,7 +244,9 @@ def placed(
             raise InvalidInput(f"{path}: {theirs} has shape {block.shape}, and {name} {shape}")
         rows = unpaired(name, family, config, block.shape[0])
         module = model.get_submodule(own.rpartition(".")[0])
-        if isinstance(module, nn.Linear) and block.kind not in DENSE and len(block.shape) == 2:
+        codes = block.kind not in DENSE and len(block.shape) == 2
+        words = isinstance(module, nn.Embedding) and block.kind in TYPES
+        if codes and (isinstance(module, nn.Linear) or (words and factor_of(module) is not None)):
             layer = name.rpartition(".")[0]
             stored[name] = block.stored
             layers[layer] = linear(layer, block, rows)
@@ -312,7 +315,7 @@ def dense(
     family: Family,
     name: str,
 ) -> "Stored | Made":
-    """A tensor that stays dense, or becomes so: an embedding."""
+    """A tensor that stays dense, or becomes so: an embedding of a type without a format of ours."""
     minus = 1.0 if family.plus_one and name.endswith("norm.weight") else 0.0
     if block.kind in DENSE and rows is None and not minus:
         return block.stored._replace(shape=shape)
