@@ -115,6 +115,24 @@ def test_tables_are_read_without_wide_look_ups(
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("spec", ["int8:group=32", "int8:zero", "int4:group=64,zero", "int7"])
+def test_whole_numbers_times_tokens_in_fixed_point(level: isa.Isa, spec: str) -> None:
+    """Tokens lose less than 2**-16 of their largest number, whatever its size."""
+    weight = packed(spec, 19)
+    decoded, prepared = weight.dequantize().double(), backend.prepare(weight, None)
+    x = tokens(4, weight.shape[1], torch.bfloat16)
+    x[0, 7], x[1], x[2] = 1000, x[1] * 2.0**-120, x[2] * 2.0**100
+    for rows in (x[:1], x[1:4]):
+        y, numbers = backend.linear(rows, prepared, None).double(), rows.double()
+        size = numbers.abs() @ decoded.abs().T
+        lost = 2.0**-16 * numbers.abs().amax(1, keepdim=True) * decoded.abs().sum(1)
+        bound = EPS[torch.bfloat16] * 4 * size + lost
+        assert ((y - numbers @ decoded.T).abs() <= bound).all()
+    assert not backend.linear(x[:2] * 0, prepared, None).any()
+    x[0, 500], x[1, 3] = torch.inf, torch.nan  # the engine refuses such logits
+    assert not backend.linear(x[:2], prepared, None).isfinite().any()
+
+
 SMALL = ("int4:group=16", "int3:group=24,zero", "fp6:group=4", "int8:group=96")
 LOOKED_UP = tuple(f"trellis:bits={bits},code=look" for bits in (1, 2, 3, 4))
 TABLES = [s for s in SPECS + SMALL if not anybit.get_format(s).window]

@@ -8,12 +8,25 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.native import build, ir
+from anybit.kernels.native.floats import (
+    along,
+    every,
+    largest,
+    magnitude,
+    maximum,
+    read,
+    several,
+    whole,
+)  # fmt: skip
 from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import Operand, laid
 
 NAMES = ("next", "x", "stride", "k", "m", "tokens", "units", "to", "sums", "groups")
-DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8}
+DTYPES = {
+    torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8,
+    torch.int16: I16,
+}  # fmt: skip
 WIDEST = 16  # lanes of 32 bits
 SERIAL = 1 << 16  # numbers that one thread moves sooner than two would be woken
 
@@ -36,7 +49,7 @@ def pack(
     """Lay activations out.
 
     Args:
-        x: (M, K), a float dtype or int8, whose columns lie side by side.
+        x: (M, K), a float dtype, int8 or int16, whose columns lie side by side.
         operand: what is multiplied.
         tokens: how many lie side by side; the rest of M is a part of its own, unless M is less.
         group: see `Packing`.
@@ -52,7 +65,7 @@ def pack(
     sums = None
     if group is not None:
         count = -(-columns // (group * WIDEST)) * WIDEST if group else 1
-        dtype = torch.int32 if operand.whole else torch.float32
+        dtype = torch.int32 if operand.integer else torch.float32
         sums = torch.empty(max(m, tokens), count, dtype=dtype)
     threads = 1 if x.numel() < SERIAL else torch.get_num_threads()
     where = (0, 0) if sums is None else (sums.data_ptr(), sums.shape[1])
@@ -136,6 +149,53 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
     return build.load(ir.module([f]), [f.name], isa)[0]
 
 
+def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
+    """bf16 activations in 16 bits of fixed point, (M, K) int16, and scales (M,) fp32.
+
+    A scale is the power of two by which a token's largest number takes all bits: that number, and
+    those down to a 128th of it, keep all of theirs. NaN where a token holds NaN or inf.
+    """
+    m, k = x.shape
+    out, scale = torch.empty(m, k, dtype=torch.int16), torch.empty(m)
+    fixer(isa)((0, x.data_ptr(), x.stride(0) * 2, k, m, out.data_ptr(), scale.data_ptr()))
+    return out, scale
+
+
+@cache
+def fixer(isa: Isa) -> build.Kernel:
+    f = Function("fixed", [PTR])
+    args = Arguments(f, ("next", "x", "stride", "k", "m", "to", "scale"))
+    k = args.number("k")
+    with f.chunks(args.address("next"), f.integer(1), args.number("m")) as (t, _):
+        row = f.at(args.pointer("x"), t * args.number("stride"))
+        to = f.at(args.pointer("to"), t * k * 2)
+        tops = {n: f.variable(f.constant(0, several(F32, n))) for n in (isa.floats, 1)}
+
+        def compare(i: Value, count: int) -> None:
+            some = magnitude(f, read(f, BF16, row, i * 2, count))
+            tops[count].set(maximum(f, tops[count].get(), some))
+
+        along(f, 0, k, isa.floats, compare)
+        top = maximum(f, largest(f, tops[isa.floats].get()), tops[1].get())
+        exponent = f.bits(top, I32) >> 23
+        high = f.compare("ugt", exponent, f.constant(15, I32))
+        power = f.select(high, exponent, f.constant(15, I32))
+        nan = f.bits(f.constant(0x7FC00000, I32), F32)
+        scale = f.bits((power - 14) << 23, F32)
+        finite = f.compare("ult", exponent, f.constant(255, I32))
+        f.store(f.select(finite, scale, nan), args.pointer("scale"), t << 2)
+        inverse = f.bits((f.constant(268, I32) - power) << 23, F32)
+
+        def move(i: Value, count: int) -> None:
+            some = read(f, BF16, row, i * 2, count) * every(f, inverse, count)
+            code = whole(f, some, -32768.0, 32767.0)
+            f.store(f.cast("trunc", code, several(I16, count)), to, i * 2)
+
+        along(f, 0, k, isa.floats, move)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]
+
+
 def _pack(spec: Packing) -> Function:
     operand = spec.operand
     f = Function("pack", [PTR])
@@ -143,7 +203,7 @@ def _pack(spec: Packing) -> Function:
     unit, size = operand.codes, operand.isa.bits // 8
     k, m, tokens = args.number("k"), args.number("m"), args.number("tokens")
     units = args.number("units")
-    bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1}[spec.source]
+    bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1, I16: 2}[spec.source]
     rest = f.allocate(I8, unit * bytes_)
     with f.chunks(args.address("next"), tokens, m) as (first, last):
         left = m - first
@@ -206,7 +266,7 @@ def _real(f: Function, some: Value) -> Value:
 def _sum(f: Function, args: Arguments, spec: Packing, some: Value, t: Value, u: Value) -> None:
     """Add a unit to the sums of its groups."""
     unit, operand = spec.operand.codes, spec.operand
-    wide = f.cast("sext", some, vec(unit, I32)) if operand.whole else _real(f, some)
+    wide = f.cast("sext", some, vec(unit, I32)) if operand.integer else _real(f, some)
     size = spec.group or unit
     count = max(1, unit // size)  # groups in a unit
     for i in range(count):

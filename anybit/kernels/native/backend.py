@@ -26,7 +26,7 @@ from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import Coded, Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
-from anybit.kernels.native.layout import blocks_of, lay_out
+from anybit.kernels.native.layout import lay_out
 from anybit.kernels.native.operand import BLOCK, RUN, Operand, laid
 from anybit.kernels.native.rows import Signed
 from anybit.kernels.native.steps import Steps
@@ -148,7 +148,7 @@ def _laid_out(packed: Packed, table: probing.Table, level: Isa) -> Tensor:
     """Codes in blocks; of vectors (N, codes of whole blocks), one after the other."""
     fmt, k = packed.format, packed.shape[1]
     if table.rows is not None:
-        return _signed(fmt, table.facts(fmt.bits)).lay_out(table.rows, blocks_of(k))
+        return _signed(fmt, table.facts(fmt.bits)).lay_out(table.rows, -(-k // BLOCK))
     if not _is_vectors(fmt):
         return lay_out(packed.planes, fmt.bits, k, level)
     codes = packed.codes()
@@ -222,8 +222,8 @@ def _product(
     """What multiplies up to m <= FEW activations, or more than that; tail: as in `gemv.Few`."""
     bits, _, group, number, *_, wide = facts
     form = probing.FORMS[number]
-    operand = _operand(facts, activation, dtype, level)
     vectors = _is_vectors(fmt)
+    operand = _operand(facts, activation, dtype, level, m <= FEW and not vectors)
     one = _codes(facts, dtype)
     codes: Coded | Steps = one
     table = 0
@@ -234,8 +234,9 @@ def _product(
         table = codes.offset(operand)
     elif vectors:
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
-    quantized, to = activation is not None, activations.DTYPES[dtype]
-    if not operand.whole and not vectors:
+    quantized = activation is not None or operand.kind == "fixed"
+    to = activations.DTYPES[dtype]
+    if not operand.integer and not vectors:
         table = SECTION * SECTIONS.index((operand.kind, dtype))
     shift = one.first or 0
     if operand.kind == "s8" and bits == 8:
@@ -254,15 +255,21 @@ def _product(
 
 
 def _operand(
-    facts: tuple[int, ...], activation: str | None, dtype: torch.dtype, level: Isa
+    facts: tuple[int, ...], activation: str | None, dtype: torch.dtype, level: Isa, few: bool
 ) -> Operand:
     """What is multiplied: whole numbers, or numbers of the activation's dtype."""
-    bits, _, group, _, whole, *_ = facts
+    bits, first, group, _, whole, *_ = facts
     if activation == "int8" and whole:
         # Groups have no shift, which makes up for codes of 8 bits that are 128 less.
         fits = group % 64 == 0 and not (level.byte_operand == "s8" and group and bits == 8)
         return Operand(level.byte_operand if level.byte_operand and fits else "i16", level)
-    return Operand("bf16" if level.bf16 and dtype == torch.bfloat16 else "fp32", level)
+    if dtype != torch.bfloat16:
+        return Operand("fp32", level)
+    # Where no table of bf16 has them, whole numbers are multiplied sooner than converted.
+    look_up = level.bf16 and bits <= 6
+    if few and first != probing.NONE and activation is None and not look_up and not level.arm:
+        return Operand("fixed", level)
+    return Operand("bf16" if level.bf16 else "fp32", level)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -327,8 +334,10 @@ def _multiply(
     (m, k), n = x.shape, prepared.shape[0]
     blocks, tail = divmod(laid(k), BLOCK)
     threads = torch.get_num_threads() if m * n * k > SERIAL else 1
-    ready = operand.kind == "bf16" and product.tokens == 1 and k == laid(k)
-    if ready and product.sums is None and x.dtype == torch.bfloat16:
+    if operand.kind == "fixed":
+        x, scale = activations.fixed(x, operand.isa)
+    ready = operand.kind in ("bf16", "fixed") and product.tokens == 1 and k == laid(k)
+    if ready and product.sums is None and x.dtype in (torch.bfloat16, torch.int16):
         xs, xsum = x, None
     else:
         xs, xsum = activations.pack(x, operand, product.tokens, product.sums)

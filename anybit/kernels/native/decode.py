@@ -141,9 +141,12 @@ class Codes(InRows):
                 out += self._halves(f, operand, words)
             return out
         for j in range(operand.vectors):
-            if operand.whole:
+            if operand.integer:
                 run = 2 * unit if operand.itemsize == 1 else unit
                 codes = indices(run, j * bits // 8, operand.vector, 0, True)
+                if operand.kind == "fixed":
+                    assert self.first is not None
+                    codes = codes + self.first if self.first else codes
                 out.append(codes ^ 128 if operand.kind == "s8" and self.bits == 8 else codes)
             elif operand.kind == "bf16":
                 out.append(
@@ -271,7 +274,7 @@ class Table:
     @staticmethod
     def found(codes: Coded, operand: Operand) -> str:
         """How numbers are found; see `way`."""
-        if not isinstance(codes, Codes) or operand.whole:
+        if not isinstance(codes, Codes) or operand.integer:
             return ""
         whole, entries = codes.first is not None, 2**codes.bits
         if operand.isa.arm:

@@ -72,7 +72,7 @@ class _Rows:
             self.groups = self.groups + -(-spec.tail // spec.group)
         self.scales = f.allocate(F32, MOST_GROUPS + 16) if spec.group else None
         x_step = operand.units * operand.vectors * operand.isa.bits // 8 * spec.m
-        zero = f.zero(operand.sums)
+        zero = f.zero(operand.totals)
         with (
             f.chunks(args.address("next"), args.number("chunk"), n) as (first, last),
             f.loop(first, last) as r,
@@ -134,6 +134,8 @@ class _Rows:
         """Add sums, scaled, to the totals."""
         for total, part in zip(totals, sums, strict=True):
             old = total.get()
+            if part.kind != total.kind:
+                part = self.function.cast("sitofp", part, total.kind)
             if factor is None:
                 total.set(old + part)
             elif self.spec.operand.whole:
@@ -146,7 +148,7 @@ class _Rows:
         if self.scales is None:
             return []
         f, spec, args = self.function, self.spec, self.args
-        kind, lanes = spec.operand.sums, spec.operand.isa.floats
+        kind, lanes = spec.operand.totals, spec.operand.isa.floats
         tails = [f.variable(f.zero(kind)) for _ in range(spec.m)] if spec.form else []
         stride = (self.groups + 15) & -16  # of sums, as `activations.pack` lays them out
         with f.loop(0, self.groups, lanes) as g:
@@ -160,8 +162,9 @@ class _Rows:
                 if spec.operand.whole:
                     offset = f.cast("fptosi", offset, kind)
                 for i, tail in enumerate(tails):
-                    x = f.load(kind, args.pointer("xsum"), (stride * i + g) << 2)
+                    x = f.load(spec.operand.sums, args.pointer("xsum"), (stride * i + g) << 2)
                     old = tail.get()
+                    x = x if x.kind == kind else f.cast("sitofp", x, kind)
                     tail.set(old + offset * x if spec.operand.whole else f.fma(offset, x, old))
         return [f.sum(tail.get()) for tail in tails]
 

@@ -20,6 +20,9 @@ def dot_bf16(f: Function, isa: Isa, total: Value, a: Value, b: Value) -> Value:
 
 def dot_words(f: Function, isa: Isa, total: Value, a: Value, b: Value) -> Value:
     """total + products of 16-bit integers: lane i gets those of numbers 2 i and 2 i + 1."""
+    if isa.byte_operand == "u8":
+        name = f"llvm.x86.avx512.vpdpwssd.{isa.bits}"
+        return f.call(total.kind, name, total, f.bits(a, total.kind), f.bits(b, total.kind))
     if not isa.arm:
         return total + f.call(total.kind, X86_PAIRS[isa.bits], a, b)
     low, high = (_long_product(f, a, b, vec(4, I32), half) for half in (0, 4))

@@ -21,7 +21,8 @@ class Operand:
 
     kind: "bf16" (products of bf16 in fp32), "fp32", "u8" (unsigned codes times int8), "s8" (codes
         times int8; codes of 8 bits are 128 less) or "i16" (codes times int8, both in 16 bits); the
-        last three are summed in int32.
+        last three are summed in int32. "fixed": whole numbers times tokens in 16 bits of fixed
+        point, summed in int32 over a group at most, and in fp32 from there on.
     """
 
     kind: str
@@ -44,16 +45,26 @@ class Operand:
 
     @property
     def itemsize(self) -> int:
-        return {"bf16": 2, "fp32": 4, "u8": 1, "s8": 1, "i16": 2}[self.kind]
+        return {"bf16": 2, "fp32": 4, "u8": 1, "s8": 1, "i16": 2, "fixed": 2}[self.kind]
 
     @property
     def whole(self) -> bool:
-        """Whether sums are integers."""
+        """Whether sums of rows are integers."""
         return self.kind in ("u8", "s8", "i16")
 
     @property
+    def integer(self) -> bool:
+        """Whether what is multiplied is integers."""
+        return self.whole or self.kind == "fixed"
+
+    @property
     def sums(self) -> str:
-        """The type of a vector of partial sums."""
+        """The type of a vector of sums of products."""
+        return vec(self.isa.floats, I32 if self.integer else F32)
+
+    @property
+    def totals(self) -> str:
+        """The type of a vector of sums of a row."""
         return vec(self.isa.floats, I32 if self.whole else F32)
 
     @property
@@ -66,6 +77,7 @@ class Operand:
             "u8": vec(bits // 8, I8),
             "s8": vec(bits // 8, I8),
             "i16": vec(bits // 16, I16),
+            "fixed": vec(bits // 16, I16),
         }
         return kinds[self.kind]
 
@@ -94,5 +106,7 @@ class Operand:
         """total + products of a vector of weights and one of activations."""
         if self.kind == "fp32":
             return f.fma(weight, x, total)
-        how = {"bf16": instructions.dot_bf16, "i16": instructions.dot_words}
-        return how.get(self.kind, instructions.dot_bytes)(f, self.isa, total, weight, x)
+        if self.kind == "bf16":
+            return instructions.dot_bf16(f, self.isa, total, weight, x)
+        how = instructions.dot_words if self.itemsize == 2 else instructions.dot_bytes
+        return how(f, self.isa, total, weight, x)
