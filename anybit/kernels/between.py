@@ -147,6 +147,10 @@ class Family:
         """SiLU(gate) * up, both (T, N); `wanted` as in `add_norm`."""
         return F.silu(gate) * up
 
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """GELU(gate), by tanh, * up, both (T, N)."""
+        return F.gelu(gate, approximate="tanh") * up
+
     def quantize(self, x: Tensor, activation: str, low: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, K) -> codes, scale and sums of T + low rows, as in `Activations`."""
         codes, scale = quantize_tokens(x, activation)

@@ -20,9 +20,9 @@ from tests.engine.conftest import prompts
 
 CPU = torch.device("cpu")
 OPERATIONS = [
-    "add_norm", "silu_mul", "quantize", "join", "rotate", "placed", "linear", "gated", "likeliest",
-    "drawn", "choose", "sort", "spread", "combine", "clamped", "refuse_cache", "write", "attend",
-    "record", "paths",
+    "add_norm", "silu_mul", "gelu_mul", "quantize", "join", "rotate", "placed", "linear", "gated",
+    "likeliest", "drawn", "choose", "sort", "spread", "combine", "clamped", "refuse_cache", "write",
+    "attend", "record", "paths",
 ]  # fmt: skip
 
 

@@ -82,6 +82,19 @@ def test_silu(level: isa.Isa, dtype: torch.dtype) -> None:
     close(got[:, rest], want[:, rest], 2 if dtype != torch.float32 else 12)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu(level: isa.Isa, dtype: torch.dtype) -> None:
+    gate = torch.cat([torch.tensor([0.0, -0.0, 30, -30, 100]), random(1200) * 4]).to(dtype)[None]
+    up = random(1, 1205, dtype=dtype)
+    got, want = fused.gelu_mul(gate, up), F.gelu(gate.double(), approximate="tanh")
+    # Near -5 what is left of x is the difference of 1 and a tanh that torch rounds, too.
+    info, size = torch.finfo(dtype), up.double().abs()
+    least = 2 * info.tiny * info.eps  # of subnormal numbers
+    bound = (want.abs() * 2 * info.eps + gate.abs().double() * 2.0**-22 + least) * size + least
+    assert ((got.double() - want * up.double()).abs() <= bound).all()
+    assert fused.gelu_mul(gate * torch.nan, up).isnan().all()
+
+
 def test_exp_is_exact_to_two_units(level: isa.Isa) -> None:
     """By SiLU(x) / x, which is 1 / (1 + exp(-x))."""
     x = torch.linspace(-80, 80, 20000)[None]
@@ -301,7 +314,8 @@ def test_recordings_do_what_was_recorded(threads: int) -> None:
         y[0, :3] = total.sum()
         half = torch.empty(2, 48, dtype=torch.bfloat16)
         half.copy_(y)
-        return torch.cat([half.float(), torch.full((2, 1), 7.0)], 1) * 2
+        one = torch.cat([y[:1], total[1:]], 1)  # one after the other
+        return torch.cat([half.float(), torch.full((2, 1), 7.0), one[:, :2].view(2, 1)], 1) * 2
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

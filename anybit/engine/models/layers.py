@@ -22,6 +22,8 @@ from anybit.kernels.state import LayerState, Memory
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
 
+GELU = "gelu_pytorch_tanh"
+
 
 class NormKind(NamedTuple):
     """What a model does in its norms. wide: round after the product with the weight, not before.
@@ -472,6 +474,8 @@ def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tens
     """act(gate) * up, as the next layer wants it if that is made on the way."""
     if act in SILU:
         return of(up).silu_mul(gate, up, wanted)
+    if act == GELU:
+        return of(up).gelu_mul(gate, up)
     return activation(act)(gate) * up
 
 

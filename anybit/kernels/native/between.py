@@ -32,6 +32,10 @@ class Native(Family):
         suits = fused.suits(up, gate)
         return fused.silu_mul(gate, up) if suits else super().silu_mul(gate, up)
 
+    def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        suits = fused.suits(up, gate)
+        return fused.gelu_mul(gate, up) if suits else super().gelu_mul(gate, up)
+
     def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         if not fused.suits(tokens) or not vector.is_contiguous():

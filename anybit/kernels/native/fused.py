@@ -1,5 +1,6 @@
-"""What happens between products: residual + RMSNorm, SiLU * up, numbers of another dtype."""
+"""What happens between products: residual + RMSNorm, SiLU and GELU * up, other dtypes."""
 
+import math
 import struct
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from anybit.kernels.native.isa import Isa, isa
 NORM = (
     "next", "x", "x_stride", "delta", "delta_stride", "weight", "out", "total", "m", "n", "eps",
 )  # fmt: skip
-SILU = ("next", "gate", "gate_stride", "up", "up_stride", "out", "m", "n", "parts")
+GATED = ("next", "gate", "gate_stride", "up", "up_stride", "out", "m", "n", "parts")
 COPY = ("next", "from", "to", "n")
 PART = 1024  # columns that a thread takes at once
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,25 +133,34 @@ def norm_kernel(spec: Norm) -> build.Kernel:
     return build.load(ir.module([f]), [f.name], spec.isa)[0]
 
 
-# SiLU.
+# SiLU and GELU.
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up, both (M, N), in fp32 until it is rounded to their dtype."""
+    return _gated(gate, up, False)
+
+
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """GELU(gate) by tanh, rounded to its dtype, * up, both (M, N)."""
+    return _gated(gate, up, True)
+
+
+def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     m, n = up.shape
     out = torch.empty(m, n, dtype=up.dtype)
     places = [number for t in (gate, up) for number in (t.data_ptr(), t.stride(0) * t.itemsize)]
     parts = -(-n // PART)
-    silu_kernel(level(), DTYPES[up.dtype])(
+    gated_kernel(level(), DTYPES[up.dtype], gelu)(
         (0, *places, out.data_ptr(), m, n, parts), threads(m * n)
     )
     return out
 
 
 @cache
-def silu_kernel(isa: Isa, dtype: str) -> build.Kernel:
-    f = Function("silu", [PTR])
-    args = Arguments(f, SILU)
+def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
+    f = Function("gated", [PTR])
+    args = Arguments(f, GATED)
     n, parts, size = args.number("n"), args.number("parts"), BYTES[dtype]
     with f.chunks(args.address("next"), f.integer(1), args.number("m") * parts) as (unit, _):
         t, first = unit // parts, unit % parts * PART
@@ -161,8 +171,13 @@ def silu_kernel(isa: Isa, dtype: str) -> build.Kernel:
 
         def multiply(i: Value, count: int) -> None:
             x = read(f, dtype, gate, i * size, count)
+            z = x
+            if gelu:  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
+                cubic = f.fma(x * x, f.constant(0.044715, x.kind), f.constant(1, x.kind))
+                z = x * cubic * (2 * math.sqrt(2 / math.pi))
             one = f.constant(1, x.kind)
-            y = x // (one + exp(f, f.constant(0, x.kind) - x))
+            y = x // (one + exp(f, f.constant(0, x.kind) - z))
+            y = through(f, isa, y, dtype) if gelu else y
             y = y * read(f, dtype, up, i * size, count)
             f.store(rounded(f, isa, y, dtype), out, i * size)
 

@@ -106,7 +106,12 @@ class _Watch(TorchDispatchMode):
     def _repeat(self, func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> None:
         """Write down an operator that makes tensors."""
         single = isinstance(out, Tensor)
-        if single and func.overloadpacket in (aten.to, aten._to_copy):
+        if func is aten.cat.default and _in_a_row(out, *args[0]):
+            at = 0
+            for part in args[0]:
+                fused.convert(part, out.flatten()[at : at + part.numel()])
+                at += part.numel()
+        elif single and func.overloadpacket in (aten.to, aten._to_copy):
             if _plain(out, args[0]):
                 fused.convert(args[0], out)
             else:
@@ -138,6 +143,14 @@ def _again(call: Callable[[], Any], results: list[Tensor]) -> None:
 
 def _memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
+
+
+def _in_a_row(out: Tensor, *parts: Tensor) -> bool:
+    """Whether the numbers of tensors lie one after the other in what they are joined to."""
+    return all(
+        t.dtype == out.dtype and t.dtype in fused.FLOATS and t.is_contiguous() and len(t) == 1
+        for t in (out, *parts)
+    )
 
 
 def _plain(to: Tensor, source: Any) -> bool:
