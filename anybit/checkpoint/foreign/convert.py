@@ -341,10 +341,10 @@ def plan_conversion(
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
-    heads = tied_heads(model)
+    heads, embeddings = tied_heads(model), embedding_layers(model)
     of_model = {name: layers.get(place.stored) for place, name in model_name.items()}
-    for head, words in heads.items():  # which share the embeddings' codes
-        of_model[head] = of_model.get(head) or of_model[words]
+    for head, own in heads.items():  # which share the embeddings' codes
+        of_model[head] = of_model.get(head) or of_model[own]
     coded = [name for name, layer in of_model.items() if layer]
     others = [name for name, layer in layers.items() if layer.reason == OTHERS]
     unexpected = tuple(name for name in layers if name not in module_of and name not in others)
@@ -357,7 +357,7 @@ def plan_conversion(
         config = untied_config(config)
     linears = [place for place in model_name if is_linear(module_of[place.stored])]
     every = layers | {place.saved: of_model[model_name[place]] for place in linears}
-    words = {place.saved for place, name in model_name.items() if name in embedding_layers(model)}
+    words = {place.saved for place, name in model_name.items() if name in embeddings}
     formats = plan_for(every, words)
     settings = {"convert": method, "formats": [*map(list, formats.items())]}
     return Conversion(

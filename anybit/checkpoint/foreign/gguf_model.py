@@ -244,9 +244,10 @@ def placed(
             raise InvalidInput(f"{path}: {theirs} has shape {block.shape}, and {name} {shape}")
         rows = unpaired(name, family, config, block.shape[0])
         module = model.get_submodule(own.rpartition(".")[0])
-        codes = block.kind not in DENSE and len(block.shape) == 2
-        words = isinstance(module, nn.Embedding) and block.kind in TYPES
-        if codes and (isinstance(module, nn.Linear) or (words and factor_of(module) is not None)):
+        kept = isinstance(module, nn.Linear)
+        if isinstance(module, nn.Embedding) and block.kind in TYPES:
+            kept = factor_of(module) is not None
+        if kept and block.kind not in DENSE and len(block.shape) == 2:
             layer = name.rpartition(".")[0]
             stored[name] = block.stored
             layers[layer] = linear(layer, block, rows)
