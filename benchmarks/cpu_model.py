@@ -2,11 +2,13 @@
 
     python benchmarks/cpu_model.py make FOLDER --llama-cpp NODE
     python benchmarks/cpu_model.py run FOLDER --llama-cpp NODE int8 Q8_0 --out results.csv
+    python benchmarks/cpu_model.py run . --llama-cpp NODE --model NAME CONVERTED FILE.gguf
 
 `make` writes a random Llama of 1.1 billion parameters, its quantized checkpoints and GGUF files by
 ggml's own quantizers. `run` loads each contestant in a process of its own, and then lets all read a
-prompt and write tokens in turns; a row holds medians. Both have a dense bf16 head. NODE: a folder
-where `npm install node-llama-cpp` was run, whose llama.cpp is built for every kind of processor.
+prompt and write tokens in turns; a row holds medians. Both have a dense bf16 head. The third line
+runs a published model: a checkpoint that `anybit convert` made, and its file. NODE: a folder where
+`npm install node-llama-cpp` was run, whose llama.cpp is built for every kind of processor.
 """
 
 import argparse
@@ -48,7 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["make", "run", "worker"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("formats", nargs="*", help="of anybit (bf16, int4, ...) and GGUF (Q4_0)")
+    parser.add_argument(
+        "formats", nargs="*", help="of anybit (bf16, int4) and GGUF (Q4_0); directories and files"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of one thread, where others use the machine, too"
+    )
+    parser.add_argument("--model", default="random Llama, 1.1B", help="its name in the rows")
     parser.add_argument("--llama-cpp", type=Path, metavar="NODE")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=512)
@@ -181,6 +189,10 @@ def worker(model: Path) -> None:
 
 def layer_bytes(module: Any) -> int:
     """Bytes of a linear layer's weight as it is multiplied."""
+    from anybit.nn.embedding import QuantEmbedding
+
+    if isinstance(module, torch.nn.Embedding | QuantEmbedding):
+        return 0  # a tied head counts by itself
     prepared = getattr(module, "prepared", None)
     if prepared is not None:
         return sum(t.nbytes for t in prepared.layout)
@@ -192,22 +204,27 @@ class Contestant:
     """A process with a loaded model. weights: bytes that a decode step reads."""
 
     def __init__(self, name: str, args: argparse.Namespace):
-        self.name, self.engine = name, "llama.cpp" if name in GGUFS else "anybit"
+        made = name in GGUFS
+        self.name = Path(name).name
+        self.engine = "llama.cpp" if made or name.endswith(".gguf") else "anybit"
         self.prompts: list[float] = []
         self.decodes: list[float] = []
+        self.cpu_time = args.cpu_time
         here = Path(__file__)
         if self.engine == "anybit":
             command = [sys.executable, here, "worker", args.folder / name]
             command += ["--threads", args.threads]
         else:
-            file, node = (args.folder / f"{name}.gguf").resolve(), args.llama_cpp.resolve()
+            file = (args.folder / (f"{name}.gguf" if made else name)).resolve()
+            node = args.llama_cpp.resolve()
             command = ["node", here.with_name("llama_cpp.mjs"), file, args.threads, node]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [str(part) for part in command], stdin=pipe, stdout=pipe, text=True
         )
         weights = self._line().split()[1:]
-        embeddings = SHAPE["vocab_size"] * SHAPE["hidden_size"] * 2
+        # Which are read as the head, too, where a published file has none of its own.
+        embeddings = SHAPE["vocab_size"] * SHAPE["hidden_size"] * 2 if made else 0
         self.weights = int(weights[0]) if weights else file.stat().st_size - embeddings
 
     def _line(self) -> str:
@@ -218,9 +235,17 @@ class Contestant:
         return line
 
     def seconds(self, what: str, count: int) -> float:
+        """Of a prompt, or of tokens; CPU time has the prompt of 16 before these in it."""
         assert self.process.stdin is not None
+        before = self._used()
         print(what, count, file=self.process.stdin, flush=True)
-        return float(self._line())
+        seconds = float(self._line())
+        return self._used() - before if self.cpu_time else seconds
+
+    def _used(self) -> float:
+        """Seconds that all threads of the process have run so far, by Linux."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -231,9 +256,10 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         c.seconds("prompt", 64)  # compiles what is not yet
         c.seconds("decode", 4)
     for i in range(args.rounds):
-        floors.append(read_seconds(data))
+        floors.append(read_seconds(data, args.cpu_time))
         for c in contestants:
-            c.decodes.append(c.seconds("decode", args.tokens))
+            before = c.seconds("decode", 1) if args.cpu_time else 0
+            c.decodes.append(c.seconds("decode", args.tokens + args.cpu_time) - before)
             if i < args.prompts:
                 c.prompts.append(c.seconds("prompt", args.prompt))
     bandwidth = FLOOR / median(floors)
@@ -246,18 +272,20 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "vs_floor": step * bandwidth / c.weights,
         }  # fmt: skip
         yield {
-            "model": "random Llama, 1.1B", "engine": c.engine, "format": c.name,
+            "model": args.model, "engine": c.engine, "format": c.name,
             **{name: f"{value:.4g}" for name, value in numbers.items()},
+            "seconds": "CPU" if args.cpu_time else "wall",
             "prompt": args.prompt, "tokens": args.tokens, "rounds": args.rounds,
             "cpu": processor(), "threads": args.threads, "date": time.strftime("%Y-%m-%d"),
             "commit": current_commit(), "versions": versions(c.engine, args.llama_cpp),
         }  # fmt: skip
 
 
-def read_seconds(data: Tensor) -> float:
-    start = time.perf_counter()
+def read_seconds(data: Tensor, cpu_time: bool) -> float:
+    clock = time.process_time if cpu_time else time.perf_counter
+    start = clock()
     data.sum()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def versions(engine: str, node: Path | None) -> str:

@@ -19,6 +19,7 @@ def tables() -> dict[str, str]:
         "kv_cache": kv_cache(),
         "kv_cache_gpu": kv_cache_gpu(),
         "cpu_model": cpu_model(),
+        "cpu_files": cpu_files(),
         "drafts": drafts(),
     }
 
@@ -126,7 +127,7 @@ def kv_cache_gpu() -> str:
 
 def cpu_model() -> str:
     """anybit's and llama.cpp's rows, interleaved; decode, prompt, and the bandwidth bound."""
-    rows, lines = read("cpu_model"), []
+    rows, lines = [r for r in read("cpu_model") if r["model"] == RANDOM], []
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         assert (ours["engine"], theirs["engine"]) == ("anybit", "llama.cpp")
         cells = []
@@ -138,6 +139,20 @@ def cpu_model() -> str:
     out = [line for _, line in sorted(lines, key=lambda x: -x[0])]
     titles = ["anybit", "llama.cpp", "decode: anybit", "llama.cpp", "", "prompt of 512: anybit"]
     return markdown([*titles, "llama.cpp", "", "step / bandwidth bound"], out, 2)
+
+
+def cpu_files() -> str:
+    """Published GGUF files, converted and in llama.cpp."""
+    rows, lines = [r for r in read("cpu_model") if r["model"] != RANDOM], []
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        assert (ours["engine"], theirs["engine"]) == ("anybit", "llama.cpp")
+        cells = []
+        for what in ("decode", "prompt"):
+            a, b = (float(row[f"{what}_tokens_per_s"]) for row in (ours, theirs))
+            cells += [f"{a:.3g}", f"{b:.3g}", f"{a / b:.2f}x"]
+        lines.append([ours["model"], ours["threads"], *cells])
+    titles = ["file", "threads", "decode: anybit", "llama.cpp", "", "prompt: anybit"]
+    return markdown([*titles, "llama.cpp", ""], lines, 1)
 
 
 def drafts() -> str:
@@ -157,6 +172,7 @@ def drafts() -> str:
     return markdown(titles, out, words=2)
 
 
+RANDOM = "random Llama, 1.1B"
 ENGINES = {  # quantization and head in the CSV: name
     ("bf16", "bf16"): "vLLM, bf16",
     ("fp8", "bf16"): "vLLM, fp8 (CUTLASS)",
