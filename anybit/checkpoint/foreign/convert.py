@@ -352,8 +352,8 @@ def plan_conversion(
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
         check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
-    schemes = {name: layer.scheme for name, layer in of_model.items() if layer}
-    if found.names.model.has_own_head or untied_heads(model, schemes):
+    kinds = {name: layer.scheme for name, layer in of_model.items() if layer}
+    if found.names.model.has_own_head or untied_heads(model, kinds):
         config = untied_config(config)
     linears = [place for place in model_name if is_linear(module_of[place.stored])]
     every = layers | {place.saved: of_model[model_name[place]] for place in linears}

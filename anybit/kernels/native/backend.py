@@ -223,7 +223,8 @@ def _product(
     bits, _, group, number, *_, wide = facts
     form = probing.FORMS[number]
     vectors = _is_vectors(fmt)
-    operand = _operand(facts, activation, dtype, level, m <= FEW and not vectors)
+    whole = m <= FEW and not (vectors or fmt.hashed)
+    operand = _operand(facts, activation, dtype, level, whole)
     one = _codes(facts, dtype)
     codes: Coded | Steps = one
     table = 0
