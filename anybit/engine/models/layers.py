@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.activations import SILU, activation
+from anybit.engine.models.activations import GELU, SILU, activation
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Dense, Weights
 from anybit.errors import InvalidInput
@@ -21,8 +21,6 @@ from anybit.kernels.kv.cache import Heads, LayerCache
 from anybit.kernels.state import LayerState, Memory
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
-
-GELU = "gelu_pytorch_tanh"
 
 
 class NormKind(NamedTuple):
