@@ -77,14 +77,10 @@ class Frame(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Values out of a table, table[row] * signs * factor, all fp32.
+    """Values out of a table (rows, width), table[row] * signs * factor, all fp32.
 
-    Attributes:
-        table: (rows, width).
-        row: (N, positions), int32.
-        signs: (N, positions), int32: bit i is set where weight i of the position is negative; None
-            where the table has the signs.
-        factor: (N, groups).
+    row: (N, positions) int32. signs: The same, bit i set where weight i of the position is
+    negative; None where the table has the signs. factor: (N, groups).
     """
 
     table: Tensor
@@ -222,9 +218,7 @@ class Format:
         return None
 
     def digits(self, codes: Tensor, grid: Grid) -> Tensor:
-        """Codes (N, positions) -> what GPU kernels store: the codes, or (N, K) uint8, of 4 bits,
-        where a format with `rows` has them for decoders of one weight at a time.
-        """
+        """Codes (N, positions) -> what GPUs store: those, or of some with `rows` 4 bits, (N, K)."""
         return codes
 
     # What follows from it.

@@ -124,8 +124,7 @@ class Attention(Mixer):
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         own = weights.tensor(f"{name}.sinks", (heads,)) if sinks else None
         self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap, own)
-        self.gathers = softcap is not None  # the kernels have none
-        self.gated = gated
+        self.gathers, self.gated = softcap is not None, gated  # kernels have no soft caps
         rows = [(1 + gated) * heads * dim, kv_heads * dim, kv_heads * dim]
         rows = rows if len(names) > 1 else [sum(rows)]
         merged = [f"{name}.{part}" for part in names]

@@ -101,5 +101,9 @@ def choose(m: int, n: int, k: int, chip: Chip) -> Tile:
 
 @cache
 def family(m: int, chip: Chip) -> list[Tile]:
-    """Tiles for M tokens."""
-    return tiles.family_plain(m, gpu_for(chip))
+    """Tiles for M tokens. Two stages are slower, where three fit: a warp waits for each K tile."""
+    tokens, shapes = 8 if m <= 8 else 16, [(2, 4, 1), (1, 4, 2), (1, 4, 3), (1, 8, 1)]
+    shapes += [(4, 4, 1)] if m <= 8 else []
+    every = [Tile(tokens, s, w, ctas=c, kind="plain") for s, w, c in shapes]
+    found = (tiles.fitted(tile, tiles.PLAIN["bfloat16"], gpu_for(chip), 2, 5) for tile in every)
+    return [tile for tile in found if tile]

@@ -362,18 +362,6 @@ def family_small(decoder: Decoder, gpu: Gpu) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys(tile for tile in found if tile))
 
 
-def family_plain(m: int, gpu: Gpu) -> list[Tile]:
-    """Tiles for up to 16 tokens and weights in 16 bits as they come.
-
-    Two stages are slower, where three fit: a warp waits for each of its K tiles.
-    """
-    tokens, shapes = 8 if m <= 8 else 16, [(2, 4, 1), (1, 4, 2), (1, 4, 3), (1, 8, 1)]
-    shapes += [(4, 4, 1)] if m <= 8 else []
-    every = [Tile(tokens, s, w, ctas=c, kind="plain") for s, w, c in shapes]
-    found = (fitted(tile, PLAIN["bfloat16"], gpu, 2, 5) for tile in every)
-    return [tile for tile in found if tile]
-
-
 def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
     """Tiles for up to `SMALL` tokens on H100 and H200: those of 8 warps where all CTAs run at once.
 
