@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = build(model_class(config), config, RandomWeights(device, args.format), length)
     loaded = Loaded(model, tokenizer_of(config.vocab_size), config, frozenset({0}), torch.bfloat16)
     llm = LLM(loaded, kv_cache=args.kv, max_running=args.batch, prefix_caching=False)
-    for cache in llm.engine.runner.caches:
+    for cache in llm.engine.runner.states:
         randomize(cache)
     for case, kinds in CASES.items():
         params = [

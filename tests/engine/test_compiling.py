@@ -33,7 +33,7 @@ def test_kernels_of_all_steps_are_compiled_together(
     """Also one behind another; what does not compile is left to its first use."""
     llm = LLM(PICO, {"*": scheme, "lm_head": scheme}, dtype="float32", length=128, max_running=2)
     runner = llm.engine.runner
-    graphs = Graphs(runner.model, runner.caches, runner.block_size, 2, 8, prompts=(16, 64))
+    graphs = Graphs(runner.model, runner.states, runner.block_size, 2, 8, prompts=(16, 64))
     there: set[str] = set()
     together: list[set[str]] = []
     one_by_one: list[str] = []
@@ -78,7 +78,7 @@ def test_kernels_of_all_steps_are_compiled_together(
 
 def test_layers_that_are_not_quantized_compile_too(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = LLM(PICO, dtype="float32", length=128, max_running=2).engine.runner
-    graphs = Graphs(runner.model, runner.caches, runner.block_size, 2, 8, prompts=(16,))
+    graphs = Graphs(runner.model, runner.states, runner.block_size, 2, 8, prompts=(16,))
     layers = [m for m in runner.model.modules() if isinstance(m, Dense)]
     family = type(of(runner.model.embed_tokens))
 
