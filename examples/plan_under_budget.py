@@ -16,7 +16,8 @@ weights = sum(p.numel() for name, p in model.named_parameters() if "proj" in nam
 texts = [text for _, text in calibration_text()]
 calibration = anybit.Calibration(texts, samples=2, length=256)
 choices = ["int3:group=32", "int4:group=32", "fp6"]
-plan = plan_formats(model, calibration, bits=MEGABYTES * 8e6 / weights, candidates=choices)
+bits = MEGABYTES * 8e6 / weights
+plan = plan_formats(model, calibration, bits=bits, candidates=choices, head=None)
 print(plan.table())
 
 anybit.quantize_(model, plan.plan, anybit.Clip())

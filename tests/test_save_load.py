@@ -18,7 +18,7 @@ from anybit.nn.model import quantized_layers
 from tests.specs import SPECS, columns_of_a_group
 from tests.tiny import dense, llama, logits, same_output, same_state
 
-DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": -(-len(SPECS) // 7)}
+DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4 + -(-len(SPECS) // 7)}
 
 
 def every_format(model):
@@ -26,7 +26,7 @@ def every_format(model):
     linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     linears = [n for n in linears if n != "lm_head"]
     assert len(linears) >= len(SPECS)
-    plan = {name: SPECS[i % len(SPECS)] for i, name in enumerate(linears)}
+    plan = dict.fromkeys(linears, "int8") | dict(zip(linears, SPECS, strict=False))
     wide = [name for name in linears if name.endswith("down_proj")]  # that hold groups of 256
     for name, spec in list(plan.items()):
         if columns_of_a_group(spec) == 256 and name not in wide:

@@ -212,7 +212,9 @@ class IQuant(Format):
         if minus is not None:
             x = x - (1 - 2 * minus[..., None])
         table = grid["table"].float()
-        return self._encode(ungroup(x), table).to(torch.uint8 if self.bits <= 8 else torch.int32)
+        return self._encode(ungroup(x).contiguous(), table).to(
+            torch.uint8 if self.bits <= 8 else torch.int32
+        )
 
     def _encode(self, x: Tensor, table: Tensor) -> Tensor:
         """Codes of weights (N, K) in units of their factors, but for a shift of the group."""
