@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
@@ -84,14 +83,13 @@ def assemble(
     runner: Runner
     drafter: Drafter | None = None
     rows = 0
+    if settings.exact_answers:
+        check_exact(loaded.model).exact_answers = True
     if isinstance(loaded.model, Generator):
         runner, length = loaded.model, loaded.model.length
         blocks = -(-length // settings.block_size)
         settings = replace(settings, max_running=1, max_tokens=length, prefix_caching=False)
     else:
-        if settings.exact_answers:
-            check_exact(loaded.model)
-            loaded.model.exact_answers = True
         room = room_of(loaded, small, settings)
         blocks, rows = room.blocks, max(room.rows - 1, 0)
         length = min(loaded.model.length, blocks * settings.block_size)
@@ -119,8 +117,14 @@ def assemble(
     )
 
 
-def check_exact(model: nn.Module) -> None:
-    """Raise Unsupported unless layers round their inputs to int8, and none of them is an expert."""
+def check_exact(model: Decoder | Generator) -> Decoder:
+    """Raise Unsupported unless the engine runs a model's layers, some of them round their inputs to
+    int8, and none of these is an expert."""
+    if isinstance(model, Generator) or model.hosted:
+        raise Unsupported(
+            "exact_answers is for models that the engine runs itself, and transformers' modules "
+            "run this one; leave it out"
+        )
     kinds = (QuantLinear, Frozen)
     found = {
         name: m
@@ -140,6 +144,7 @@ def check_exact(model: nn.Module) -> None:
                 f"exact_answers: {name} are experts, which round all tokens to int8; leave it out, "
                 "or give experts a scheme without @int8"
             )
+    return model
 
 
 def runner_of(model: Decoder, room: Room, settings: Settings) -> ModelRunner:

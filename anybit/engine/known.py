@@ -27,7 +27,7 @@ from anybit.version import __version__
 ROOM = Path(__file__).parents[1]
 MOST = 100  # checkpoints of which something is kept: about 25 KB each
 SETS = ("embeddings", "known", "certain")  # of a `Reading`
-SOURCES = ("checkpoint", "engine", "engine/models", "files", "nn")
+SOURCES = ("checkpoint", "checkpoint/foreign", "core", "engine", "engine/models", "files", "nn")
 
 
 class Unkept(Exception):
@@ -49,6 +49,10 @@ def restored(directory: Path, formats: Any) -> tuple[Reading | None, str]:
         facts = json.loads(place(directory).read_text(encoding="utf-8"))
         if facts["of"] != of(directory, facts["files"]):
             return None, ""
+        parts = [Path(row[0]) for row in facts["stored"].values()]
+        outside = any(part.is_absolute() or ".." in part.parts for part in parts)
+        if outside or not of_transformers(facts["tokenizer"]):
+            return None, ""
         kind: Any = type(facts["class"], (PretrainedConfig,), plain(facts["declared"]))
         config = object.__new__(kind)
         vars(config).update(plain(facts["config"]))
@@ -65,11 +69,14 @@ def restored(directory: Path, formats: Any) -> tuple[Reading | None, str]:
         return None, ""
 
 
-def keep(directory: Path, found: Reading, tokenizer: Any) -> None:
-    """Keep what was found of a directory whose model could be built, if that can be kept."""
+def keep(directory: Path, found: Reading, tokenizer: Any, before: list[Any]) -> None:
+    """Keep what was found of a directory whose model could be built, if that can be kept.
+
+    before: what `of` said, without files, when the reading began.
+    """
     config, kind = found.config, type(tokenizer)
     name = "" if tokenizer is None else f"{kind.__module__}:{kind.__qualname__}"
-    if name and not name.startswith("transformers."):
+    if not of_transformers(name) or of(directory, []) != before:
         return
     with suppress(OSError, ValueError, Unkept):
         stored: dict[str, list[Any]] = {}
@@ -91,6 +98,11 @@ def keep(directory: Path, found: Reading, tokenizer: Any) -> None:
             old.unlink(missing_ok=True)
 
 
+def of_transformers(tokenizer: str) -> bool:
+    """Whether a tokenizer's class, by name, is one of transformers', or there is none."""
+    return not tokenizer or tokenizer.startswith("transformers.")
+
+
 def forget(directory: Path) -> None:
     """Have a directory read anew."""
     place(directory).unlink(missing_ok=True)
@@ -103,10 +115,14 @@ def tokenizer_of(directory: Path, name: str) -> Any:
 
 
 def of(directory: Path, files: list[str]) -> list[Any]:
-    """What a reading depends on: its directory's files, and some that may lie deeper."""
+    """What a reading depends on: its directory's files, and some that may lie deeper.
+
+    Of config.json the contents, since an image may give all its files one time.
+    """
     here = {path.name for path in directory.iterdir() if path.is_file()}
     stats = {name: (directory / name).stat() for name in sorted(here | set(files))}
     sources = "".join(folder_hash(ROOM / folder) for folder in SOURCES)
+    sources += (directory / "config.json").read_text(encoding="utf-8")
     return [
         __version__, version("transformers"), hashlib.sha256(sources.encode()).hexdigest(),
         [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()],

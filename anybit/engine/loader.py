@@ -16,6 +16,7 @@ from anybit.checkpoint.foreign.ready import ready
 from anybit.engine.generator import UNLIMITED, Generator, longest
 from anybit.engine.known import forget, restored, tokenizer_of
 from anybit.engine.known import keep as keep_known
+from anybit.engine.known import of as facts_of
 from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
@@ -120,6 +121,7 @@ def load(
     formats = formats_of(raw, directory)
     own = None if rougher and formats is not None else quantization
     known, words = (None, "") if own is not None else restored(directory, formats)
+    before = [] if known or own is not None else facts_of(directory, [])
     bare = None if known else bare_model(directory)
     config = known.config if known else bare.config  # type: ignore[union-attr]
     if dtype is None:
@@ -171,7 +173,7 @@ def load(
             quantized[layer.scheme] += math.prod(layer.shape)
     tokenizer = tokenizer_in(directory, words)
     if isinstance(model, Decoder) and not model.hosted and own is None and known is None:
-        keep_known(directory, read, tokenizer)
+        keep_known(directory, read, tokenizer, before)
     eos = end_tokens(directory, config)
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan)
 

@@ -129,6 +129,7 @@ def rebuilt(model: Decoder, source: Arrived) -> Decoder:
     if model.config.tie_word_embeddings:
         source.held.pop(HEAD, None)
     fresh = type(model)(model.config, source, model.length).eval()
+    fresh.exact_answers = model.exact_answers
     left = [n for n in source.held if not any(fnmatchcase(n, pattern) for pattern in IGNORED)]
     if left:
         raise InvalidInput(

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from anybit import QuantLinear, quantize_tensor
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import Unsupported
 from anybit.kernels.between import ANSWERS
-from tests.engine.conftest import prompts
+from tests.engine.conftest import prompts, random_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PICO = Path("models/pico")
@@ -72,6 +73,16 @@ def test_answers_do_not_depend_on_prompts_beside_them() -> None:
     assert [output.tokens for output in together] == alone
 
 
+def test_new_weights_keep_them() -> None:
+    llm = LLM(PICO, "int4@int8", dtype="float32", exact_answers=True, prefix_caching=False)
+    before = llm.generate([[5]], WRITTEN, show_progress=False)[0].completions[0]
+    weights = load_file(PICO / "model.safetensors")
+    llm.load_weights(weights.items())
+    after = llm.generate([[5]], WRITTEN, show_progress=False)[0].completions[0]
+    assert after.tokens == before.tokens
+    assert after.logprobs == before.logprobs
+
+
 @pytest.mark.parametrize(
     ("name", "scheme", "why"),
     [("llama", "int8", "the model has none"), ("mixtral", "int8@int8", "are experts")],
@@ -81,3 +92,12 @@ def test_models_without_such_layers(
 ) -> None:
     with pytest.raises(Unsupported, match=why):
         LLM(checkpoint(name), scheme, exact_answers=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("gpt2", {"n_embd": 64, "n_head": 4}), ("bloom", {})]
+)
+def test_models_that_transformers_runs(tmp_path: Path, kind: str, options: dict) -> None:
+    random_model(kind, {"n_layer": 2} | options).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="transformers' modules run this one"):
+        LLM(tmp_path, "int8@int8", exact_answers=True)

@@ -36,8 +36,7 @@ def fitted(
         layer: As it is stored.
         module: Of the model; None where it has no such layer.
         names: Of the model.
-        to: The scheme that it is rounded to; None: it stays as it is. Embeddings
-            do.
+        to: The scheme that it is rounded to; None: it stays as it is, as embeddings do.
         for_transformers: As in `plan_conversion`.
 
     Raises:

@@ -317,8 +317,8 @@ class Decoder(nn.Module):
     length: positions that it is prepared for. memories: what its layers remember, in the order in
     which they run. prefix: of its tensors' names. mlp_name: of what lies behind attention.
     words_name, norm_name: of the embeddings and the last norm. norms: of each block. hosted:
-    whether it is transformers' own. exact_answers:
-    whether layers with activations of int8 round those of answers to 16 bits.
+    whether it is transformers' own. exact_answers: whether layers with activations of int8 round
+    those of answers to 16 bits.
     """
 
     exact_answers = False
