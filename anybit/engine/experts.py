@@ -48,6 +48,23 @@ class DenseExperts(Apart):
         return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=starts[1:])
 
 
+def picked(
+    scores: Tensor, by: Tensor, top: int, normalize: bool, least: float
+) -> tuple[Tensor, Tensor]:
+    """Scores (T, top) of the experts that are best by other numbers, and which these are.
+
+    Args:
+        scores: Of every expert, (T, experts).
+        by: What they are picked by, of the same shape.
+        top: How many are picked for a token.
+        normalize: Whether theirs are divided by their sum.
+        least: What is added to that sum.
+    """
+    chosen = by.topk(top, -1).indices
+    weight = scores.gather(1, chosen)
+    return weight / (weight.sum(-1, keepdim=True) + least) if normalize else weight, chosen
+
+
 def biases_of(weights: Weights, names: list[list[str]], rows: list[int]) -> Tensor:
     """Biases (experts, N) of what `experts_of` makes."""
     return torch.stack(

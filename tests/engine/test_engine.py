@@ -340,14 +340,8 @@ def test_a_failing_row_takes_no_neighbour_with_it(
     assert_no_block_is_held(llm.engine)
 
 
-def test_a_step_that_is_run_again_changes_nothing(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every step of several texts fails at its end, also those that read prompts in chunks."""
-    llm = LLM(checkpoint("llama"), max_tokens=8, prefix_caching=False)
-    params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=1, embed=True)
-    many = prompts(4)
-    want = llm.generate(many, params)
+def fail_of_several(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every step of several texts fail at its end."""
     run = llm.engine.runner.launch
 
     def fail(scheduled: list, previous: object) -> object:
@@ -357,6 +351,17 @@ def test_a_step_that_is_run_again_changes_nothing(
         return flight
 
     monkeypatch.setattr(llm.engine.runner, "launch", fail)
+
+
+def test_a_step_that_is_run_again_changes_nothing(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of several texts fails at its end, also those that read prompts in chunks."""
+    llm = LLM(checkpoint("llama"), max_tokens=8, prefix_caching=False)
+    params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=1, embed=True)
+    many = prompts(4)
+    want = llm.generate(many, params)
+    fail_of_several(llm, monkeypatch)
     got = llm.generate(many, params)
     for a, b in zip(got, want, strict=True):
         (a,), (b,) = a.completions, b.completions

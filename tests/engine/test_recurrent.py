@@ -18,7 +18,12 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.scans import CHUNK, convolved, delta_rule, selective, state_space
 from anybit.kernels.state import Room, RowStates
 from tests.engine.conftest import ARCHITECTURES, RECURRENT, prompts, random_model, reference
-from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
+from tests.engine.test_engine import (
+    assert_no_block_is_held,
+    assert_same,
+    fail_of_several,
+    mixed_params,
+)
 from tests.engine.test_models import edit
 
 Checkpoint = Callable[[str], Path]
@@ -89,15 +94,7 @@ def test_a_step_that_fails_after_it_has_changed_states(
     many = prompts(4)
     want = llm.generate(many, params)
     llm.engine.runner.overlaps = overlaps
-    run = llm.engine.runner.launch
-
-    def fail(scheduled: list, previous: object) -> object:
-        flight = run(scheduled, previous)
-        if len(scheduled) > 1:
-            raise RuntimeError("out of luck")
-        return flight
-
-    monkeypatch.setattr(llm.engine.runner, "launch", fail)
+    fail_of_several(llm, monkeypatch)
     for a, b in zip(llm.generate(many, params), want, strict=True):
         (a,), (b,) = a.completions, b.completions
         assert (a.tokens, a.finish) == (b.tokens, b.finish)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.core.packed import Packed
+from anybit.engine.experts import picked
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE
@@ -154,10 +155,7 @@ class MoEV3(GroupedMoE):
         scores = self.logits(x).sigmoid()
         choice = scores + self.correction
         choice = choice.masked_fill(~self.allowed(choice, 2), float("-inf"))
-        chosen = choice.topk(self.top_k, -1).indices
-        weight = scores.gather(1, chosen)
-        if self.normalize:
-            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        weight, chosen = picked(scores, choice, self.top_k, self.normalize, 1e-20)
         return weight * self.factor, chosen
 
 

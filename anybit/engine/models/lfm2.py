@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from anybit.engine.experts import picked
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE, Norms
 from anybit.engine.models.recurrent import ShortConv
@@ -29,10 +30,7 @@ class BiasedMoE(MoE):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = self.gate(x).float().sigmoid()
         by = scores if self.correction is None else scores + self.correction
-        chosen = by.topk(self.top_k, -1).indices
-        weight = scores.gather(1, chosen)
-        if self.normalize:
-            weight = weight / (weight.sum(-1, keepdim=True) + 1e-6)
+        weight, chosen = picked(scores, by, self.top_k, self.normalize, 1e-6)
         return weight * self.factor, chosen
 
 

@@ -24,12 +24,12 @@ from anybit.kernels import dense, reference
 from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
-from anybit.kernels.native.decode import Coded, Codes, Table, Vectors
+from anybit.kernels.native.decode import Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
 from anybit.kernels.native.layout import lay_out
 from anybit.kernels.native.operand import BLOCK, RUN, Operand, laid
 from anybit.kernels.native.rows import Signed
-from anybit.kernels.native.steps import Steps
+from anybit.kernels.native.steps import Coded, Steps
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _product(
     whole = m <= FEW and not (vectors or fmt.hashed)
     operand = _operand(facts, activation, dtype, level, whole)
     one = _codes(facts, dtype)
-    codes: Coded | Steps = one
+    codes: Coded = one
     table = 0
     if fmt.hashed:
         codes = Steps(fmt.hashed)

@@ -14,6 +14,7 @@ The bits of a code are put together in any order that is cheap, since the table 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,28 @@ from anybit.kernels.native import instructions, ir
 from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
-from anybit.kernels.native.rows import InRows, Signed
 
 
 def place(run: int, width: int) -> int:
     """The lowest bit of a run's codes in the 16-bit words of a plane of `width` bits."""
     run %= 16 // width
     return run // 2 * width + 8 * (run % 2)
+
+
+class InRows:
+    """Codes whose rows lie one after the other, `block_bytes` for each block."""
+
+    bits: int
+
+    def block_bytes(self, count: int = BLOCK) -> int:
+        raise NotImplementedError
+
+    def table(self, f: Function, operand: Operand, memory: Value) -> "Table":
+        return Table(f, self, operand, memory)
+
+    def row(self, f: Function, table: Any, row: Value, blocks: Value, tail: int) -> Value:
+        """Bytes before the first block of a row. blocks: whole ones. tail: as in `gemv.Few`."""
+        return row * (blocks * self.block_bytes() + self.block_bytes(tail))
 
 
 def vectors(width: int, count: int) -> int:
@@ -232,9 +248,6 @@ class Vectors(InRows):
         ]
 
 
-Coded = Codes | Vectors | Signed
-
-
 class Table:
     """The table of a format, or the arithmetic that needs none.
 
@@ -243,7 +256,7 @@ class Table:
     bits; "sum": a number is the code and the first; "": there are no numbers to be found.
     """
 
-    def __init__(self, f: Function, codes: Coded, operand: Operand, memory: Value):
+    def __init__(self, f: Function, codes: InRows, operand: Operand, memory: Value):
         """memory: where the table lies, in the order of `Codes.permuted` for registers."""
         self.operand, self.memory, self.codes = operand, memory, codes
         self.scratch: Value | None = None
@@ -272,7 +285,7 @@ class Table:
         return self.scratch
 
     @staticmethod
-    def found(codes: Coded, operand: Operand) -> str:
+    def found(codes: InRows, operand: Operand) -> str:
         """How numbers are found; see `way`."""
         if not isinstance(codes, Codes) or operand.integer:
             return ""

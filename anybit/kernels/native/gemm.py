@@ -9,12 +9,11 @@ from functools import cache
 from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import Coded
 from anybit.kernels.native.gemv import scales_at
 from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import BLOCK, Operand
-from anybit.kernels.native.steps import Steps
+from anybit.kernels.native.steps import Coded
 
 NAMES = (
     "next", "slot", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
@@ -37,7 +36,7 @@ class Tile:
     The product counts a short last block as any other; `vectors` says where a row ends.
     """
 
-    codes: Coded | Steps
+    codes: Coded
     operand: Operand
     group: int
     form: str

@@ -9,10 +9,9 @@ from functools import cache
 from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.decode import Coded
 from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.operand import BLOCK, Operand
-from anybit.kernels.native.steps import Steps
+from anybit.kernels.native.steps import Coded
 
 NAMES = (
     "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
@@ -38,7 +37,7 @@ class Few:
         tail: codes of the last block, if it is a short one.
     """
 
-    codes: Coded | Steps
+    codes: Coded
     operand: Operand
     group: int
     form: str

@@ -1,7 +1,6 @@
 """Codes that are rows of a table, with or without a sign for each weight: `Format.rows`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,27 +8,9 @@ from torch.nn.functional import pad
 
 from anybit.core.format import Rows
 from anybit.kernels.native import ir
+from anybit.kernels.native.decode import InRows, Table
 from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Function, Value, vec
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
-
-if TYPE_CHECKING:
-    from anybit.kernels.native.decode import Table
-
-
-class InRows:
-    """Codes whose rows lie one after the other, `block_bytes` for each block."""
-
-    def block_bytes(self, count: int = BLOCK) -> int:
-        raise NotImplementedError
-
-    def table(self, f: Function, operand: Operand, memory: Value) -> "Table":
-        from anybit.kernels.native.decode import Table
-
-        return Table(f, self, operand, memory)  # type: ignore[arg-type]  # those of `Coded`
-
-    def row(self, f: Function, table: Any, row: Value, blocks: Value, tail: int) -> Value:
-        """Bytes before the first block of a row. blocks: whole ones. tail: as in `gemv.Few`."""
-        return row * (blocks * self.block_bytes() + self.block_bytes(tail))
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ class Signed(InRows):
         return torch.cat(parts, -1).flatten(1)
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table",
+        self, f: Function, operand: Operand, block: Value, unit: int, table: Table,
         count: int = BLOCK,
     ) -> list[Value]:  # fmt: skip
         """The numbers of a unit, in the operand's vectors and order."""
@@ -119,7 +100,7 @@ class Signed(InRows):
         ]
 
     def _places(
-        self, f: Function, operand: Operand, block: Value, table: "Table", scale: int
+        self, f: Function, operand: Operand, block: Value, table: Table, scale: int
     ) -> None:
         """Put the places of a block's rows in the table, in units of 8 bytes, on the stack."""
         count, lanes = BLOCK // self.width, operand.isa.bits // 16

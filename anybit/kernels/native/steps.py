@@ -22,6 +22,7 @@ from anybit.core.packed import Packed
 from anybit.kernels.native import decode, instructions, ir, memory
 from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
 from anybit.kernels.native.operand import BLOCK, Operand
+from anybit.kernels.native.rows import Signed
 
 LANES = 4  # of a row in a tile
 PLANES = {1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}  # bits of a lane, low ones first
@@ -82,6 +83,9 @@ class Steps:
             low += size
         out = memory.empty(n // 2, blocks * self.block_bytes())
         return out.copy_(torch.cat(planes, 2).flatten(1))
+
+
+Coded = decode.Codes | decode.Vectors | Signed | Steps
 
 
 class Lookup:
