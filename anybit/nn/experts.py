@@ -91,7 +91,7 @@ class Experts(nn.ModuleList):
         super().__init__()
         layout = layout_of(fused)
         assert layout is not None
-        self.layout = layout
+        self.layout, how = layout, gating(fused, layout)
         found: dict[str, nn.Linear] = {}
         for tensor in layout.tensors:
             for name, part in layout.cut(tensor, fused._parameters[tensor].detach()):
@@ -102,7 +102,7 @@ class Experts(nn.ModuleList):
                     found[name] = linear(part)
         for e in range(len(fused.down_proj)):
             layers = {name: found[f"{e}.{name}"] for name in layout.order}
-            self.append(Expert(layers, *gating(fused, layout)))
+            self.append(Expert(layers, *how))
 
     def __getattr__(self, name: str) -> Any:
         layout = self.__dict__.get("layout")
