@@ -303,3 +303,42 @@ def test_vectors_that_are_no_power_of_two_are_refused(v: int) -> None:
     packed = quantize_tensor(torch.randn(16, 20 * v, device=DEVICE), f"codebook:m=1,v={v},b=4")
     why = backend.refuse(LayerSpec.of(packed, None, torch.float16))
     assert why == f"vectors of {v} weights make tiles of columns that are no power of two"
+
+
+def test_tiles_shrink_to_what_the_compiler_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and conversions take shared memory that nobody counts beforehand."""
+    from triton.runtime.errors import OutOfResources
+
+    from anybit.kernels.triton import gemm
+
+    real, tried = gemm.gemm, []
+
+    class Compiler:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                tried.append(constants["STAGES"])
+                if constants["STAGES"] > enough:
+                    raise OutOfResources(250_000, 232_448, "shared memory")
+                real[grid](*args, **constants)
+
+            return launch
+
+    monkeypatch.setattr(gemm, "gemm", Compiler())
+    monkeypatch.setattr(gemm, "TAKEN", {})
+    monkeypatch.setattr(gemm, "shared_memory", lambda device: 232_448)
+    weight, x = torch.randn(N, K), torch.randn(3, K, device=DEVICE, dtype=torch.float16)
+    packed = quantize_tensor(weight, "int8:zero").to(DEVICE)
+    prepared = backend.prepare(packed, None)
+    want = reference.linear(x, reference.prepare(packed, None), None)
+    tile, enough = Tile("gemm", rows=64, tokens=16, stages=4), 2
+    for _ in range(2):  # which is known then
+        gemm.planned.cache_clear()
+        y = backend.multiply(x, prepared, None, tile)
+        torch.testing.assert_close(y, want, rtol=2e-3, atol=2e-2)
+    assert tried[0] == 4
+    assert [stages for stages in tried if stages <= enough] == [2, 2]
+    enough = 0
+    gemm.planned.cache_clear()
+    with pytest.raises(OutOfResources):
+        backend.multiply(x, prepared, None, tile)
+    gemm.planned.cache_clear()

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from anybit.kernels.triton import lang
 from anybit.kernels.triton.gpu import shared_memory
@@ -25,6 +26,8 @@ from anybit.kernels.triton.tiles import Tile
 BAND = 8
 DENSE_ROWS = 32
 RESERVED = 16 << 10  # bytes of shared memory left for layout changes and tables
+# By layout and x's dtype, what a compiler took over what was counted, where that had no room.
+TAKEN: dict[tuple[Layout, torch.dtype], float] = {}
 MOST_SUMS = 64  # of a thread, up to which it has registers for a group's sums and the total
 
 
@@ -315,12 +318,14 @@ class Plan(NamedTuple):
         pieces: of K.
         sums: the shape of sums that meet, and their dtype.
         constants: of the kernel.
+        counted: bytes of shared memory, by `counted`.
     """
 
     grid: tuple[int, int]
     pieces: int
     sums: tuple[tuple[int, ...], torch.dtype]
     constants: dict[str, Any]
+    counted: int
 
 
 def launch(
@@ -337,13 +342,21 @@ def launch(
     (m, k), n = x.shape, y.shape[1]
     plan = planned(layout, tile, x.dtype, x.device, m, n, k)
     shape, accumulator = plan.sums
-    gemm[plan.grid](
-        x, x_scale, words, scale, grid, factor, bias, y,
-        x.new_empty(shape, dtype=accumulator), locks,
-        m, n, k, scale.shape[1], plan.pieces, x.stride(0), plan.grid[1],
-        HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
-        HAS_BIAS=bias is not None, **plan.constants,
-    )  # fmt: skip
+    try:
+        gemm[plan.grid](
+            x, x_scale, words, scale, grid, factor, bias, y,
+            x.new_empty(shape, dtype=accumulator), locks,
+            m, n, k, scale.shape[1], plan.pieces, x.stride(0), plan.grid[1],
+            HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
+            HAS_BIAS=bias is not None, **plan.constants,
+        )  # fmt: skip
+    except OutOfResources as error:
+        more = TAKEN.get((layout, x.dtype), 0) * error.required / error.limit
+        TAKEN[layout, x.dtype] = max(more, error.required / plan.counted)
+        planned.cache_clear()
+        if planned(layout, tile, x.dtype, x.device, m, n, k) == plan:
+            raise
+        launch(x, x_scale, prepared, bias, y, layout, tile)
 
 
 @lru_cache(4096)
@@ -370,24 +383,16 @@ def planned(
         "SHARED": parts > 1, "CUT": tile.cut, "STEPS": steps, "STAGES": tile.stages, "BAND": BAND,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
-    return Plan((tiles, parts), pieces, (size, accumulator), constants)
+    taken = counted(tile, layout, dtype)
+    return Plan((tiles, parts), pieces, (size, accumulator), constants, taken)
 
 
 def fitted(tile: Tile, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile with as many stages and as large pieces as shared memory holds."""
     room = shared_memory(device) - RESERVED
-    words = tile.rows * layout.lanes * layout.unit // 8 * layout.fmt.books
-
-    def size(tile: Tile) -> int:
-        tiles = sum(layout.cut_tiles(p, tile.cut) for p in range(len(layout.segments)))
-        columns = layout.granule // tile.cut
-        piece = words * tiles + tile.tokens * columns * dtype.itemsize
-        # Groups narrower than a field: a value is loaded for every column.
-        narrow = sum(0 < group < layout.columns for group in layout.grid_groups)
-        piece += tile.rows * columns * narrow
-        return piece * tile.steps * max(1, tile.stages)
-
-    while size(tile) > room:
+    if more := TAKEN.get((layout, dtype)):
+        room = int(shared_memory(device) / more)
+    while counted(tile, layout, dtype) > room:
         if tile.steps > 1:
             tile = replace(tile, steps=1)
         elif tile.stages > 3 or tile.cut >= layout.fields or layout.unit == 8:
@@ -397,6 +402,18 @@ def fitted(tile: Tile, layout: Layout, dtype: torch.dtype, device: torch.device)
         else:
             tile = replace(tile, cut=tile.cut * 2)
     return tile
+
+
+def counted(tile: Tile, layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of shared memory that loads in flight take."""
+    words = tile.rows * layout.lanes * layout.unit // 8 * layout.fmt.books
+    tiles = sum(layout.cut_tiles(p, tile.cut) for p in range(len(layout.segments)))
+    columns = layout.granule // tile.cut
+    piece = words * tiles + tile.tokens * columns * dtype.itemsize
+    # Groups narrower than a field: a value is loaded for every column.
+    narrow = sum(0 < group < layout.columns for group in layout.grid_groups)
+    piece += tile.rows * columns * narrow
+    return piece * tile.steps * max(1, tile.stages)
 
 
 def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
