@@ -1,6 +1,5 @@
 """Calibration: what layers see, block by block, with every error in words."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import anybit
 from anybit import GPTQ, Additive, Calibration
-from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at
 from anybit.quantizers.base import Quantizer, quantize_layers
@@ -331,20 +329,6 @@ class Characters:
         return type("Encoding", (), {"input_ids": [ord(c) % VOCAB for c in text]})
 
 
-def test_text_is_cut_into_evenly_spaced_windows(tmp_path: Path) -> None:
-    texts = ["abcdefgh" * 10, "", "0123" * 10]
-    calibration = Calibration(texts, samples=3, length=40, tokenizer=Characters())
-    ids = calibration.tokens(llama())
-    flat = [ord(c) % VOCAB for c in "".join(texts)]
-    assert ids.tolist() == [flat[0:40], flat[40:80], flat[80:120]]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts) + "\n")
-    (tmp_path / "a.txt").write_text("".join(texts))
-    for name in ("a.jsonl", "a.txt"):
-        same_ids = Calibration(tmp_path / name, 3, 40, Characters()).tokens(llama())
-        assert torch.equal(ids, same_ids)
-    assert Calibration(texts, samples=1, tokenizer=Characters()).tokens(llama()).shape == (1, 64)
-
-
 @pytest.mark.parametrize(
     ("calibration", "message"),
     [
@@ -364,24 +348,6 @@ def test_bad_text(calibration: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         anybit.quantize_(model, "int4", GPTQ(calibration))
     assert isinstance(model.model.layers[0].mlp.up_proj, nn.Linear)
-
-
-def test_little_text_is_all_used_and_less_than_a_sample_refused() -> None:
-    with pytest.warns(UserWarning, match="has 200 tokens, enough for 3 samples of 64"):
-        ids = Calibration(["x" * 200], tokenizer=Characters()).tokens(llama())
-    assert ids.shape == (3, 64)
-    with pytest.raises(InvalidInput, match="has 63 tokens, less than one sample of 64; give more"):
-        Calibration(["x" * 63], tokenizer=Characters()).tokens(llama())
-    with pytest.warns(UserWarning, match="has 63 tokens, enough for 1 samples of 63"):
-        ids = Calibration(["x" * 63], length=63, tokenizer=Characters()).tokens(llama())
-    assert ids.shape == (1, 63)
-
-
-def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt is not a file"):
-        Calibration(tmp_path / "nowhere.txt", tokenizer=Characters()).tokens(llama())
-    with pytest.raises(ValueError, match="no tokenizer at"):
-        Calibration(["text"]).tokens(llama())
 
 
 def test_nan_in_activations_names_the_layer() -> None:

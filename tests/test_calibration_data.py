@@ -1,6 +1,7 @@
 """What calibration takes from endless sources and arrays, and windows that fit the model."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,35 @@ def test_a_model_may_name_no_embeddings() -> None:
 
     assert context_of(Nameless(2, 2)) is None
     assert Calibration(torch.tensor([[5]])).tokens(Nameless(2, 2)).tolist() == [[5]]
+
+
+def test_text_is_cut_into_evenly_spaced_windows(tmp_path: Path) -> None:
+    texts = ["abcdefgh" * 10, "", "0123" * 10]
+    calibration = Calibration(texts, samples=3, length=40, tokenizer=Characters())
+    ids = calibration.tokens(llama())
+    flat = [ord(c) % VOCAB for c in "".join(texts)]
+    assert ids.tolist() == [flat[0:40], flat[40:80], flat[80:120]]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts) + "\n")
+    (tmp_path / "a.txt").write_text("".join(texts))
+    for name in ("a.jsonl", "a.txt"):
+        same_ids = Calibration(tmp_path / name, 3, 40, Characters()).tokens(llama())
+        assert torch.equal(ids, same_ids)
+    assert Calibration(texts, samples=1, tokenizer=Characters()).tokens(llama()).shape == (1, 64)
+
+
+def test_little_text_is_all_used_and_less_than_a_sample_refused() -> None:
+    with pytest.warns(UserWarning, match="has 200 tokens, enough for 3 samples of 64"):
+        ids = Calibration(["x" * 200], tokenizer=Characters()).tokens(llama())
+    assert ids.shape == (3, 64)
+    with pytest.raises(InvalidInput, match="has 63 tokens, less than one sample of 64; give more"):
+        Calibration(["x" * 63], tokenizer=Characters()).tokens(llama())
+    with pytest.warns(UserWarning, match="has 63 tokens, enough for 1 samples of 63"):
+        ids = Calibration(["x" * 63], length=63, tokenizer=Characters()).tokens(llama())
+    assert ids.shape == (1, 63)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt is not a file"):
+        Calibration(tmp_path / "nowhere.txt", tokenizer=Characters()).tokens(llama())
+    with pytest.raises(ValueError, match="no tokenizer at"):
+        Calibration(["text"]).tokens(llama())
