@@ -101,9 +101,9 @@ def assemble(
         elif settings.draft is not None:
             drafter = Lookup()
     manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows)
-    scheduler = Scheduler(manager, settings.max_running, settings.max_tokens)
+    steps, each = (settings.max_running, settings.max_tokens), 1 + settings.exact_answers
+    scheduler = Scheduler(manager, *steps, each)
     if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
-        steps = settings.max_running, settings.max_tokens
         scheduler = SteadyScheduler(manager, *steps, runner.rows)
     return Engine(
         runner,

@@ -45,13 +45,15 @@ class Rows:
 
     A step runs as the next larger size; its unused rows have slot -1, so they write nothing, and
     unused sequences have context 0 and nobody's row of states. single: the most sequences with one
-    token. prompts: the most others. width: blocks of the longest sequence.
+    token. prompts: the most others. width: blocks of the longest sequence. exact: whether sequences
+    with one token take two rows of a step that reads prompts.
     """
 
     def __init__(
         self, sizes: Items[int], single: int, prompts: int, width: int, block_size: int,
-        device: torch.device,
+        device: torch.device, exact: bool = False,
     ):  # fmt: skip
+        self.exact = exact
         self.sizes, self.most, self.prompts = sizes, single, prompts
         self.width, self.block_size = width, block_size
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
@@ -68,7 +70,7 @@ class Rows:
 
     def size(self, scheduled: list[Scheduled]) -> int:
         """The size that a step runs as."""
-        return self.size_of(rows_of(scheduled))
+        return self.size_of(rows_of(scheduled) + self.exact * single_of(scheduled))
 
     def size_of(self, rows: int) -> int:
         """The smallest size of so many rows or more; `rows` if there is none."""
@@ -116,7 +118,7 @@ class Rows:
                     self.known[i], changed = (blocks, len(blocks)), True
                 i += 1
         if at_prompt == single:
-            starts[single] = single
+            starts[single] = i if self.prompts else single
         starts[at_prompt + 1 :] = starts[at_prompt]
         rows[:, i:] = [[0], [0], [-1]]
         numbers, lists = 3 * size + 3 * len(contexts) + 1, len(contexts)
@@ -192,7 +194,9 @@ class StepGraphs:
         self.prompts = None
         if prompts:
             short, single = min(width, LONGEST // block_size), min(MOST_SINGLE, largest)
-            self.prompts = Rows(prompts, single, MOST_PROMPTS, short, block_size, device)
+            self.prompts = Rows(
+                prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers
+            )
         self.pool: Any = None
         self.captures = 0
 
@@ -268,11 +272,10 @@ class StepGraphs:
 
     def can_read(self, scheduled: list[Scheduled]) -> bool:
         """Whether a graph takes a step that reads prompts."""
-        if self.prompts is None or rows_of(scheduled) > self.prompts.sizes[-1]:
+        if self.prompts is None or self.prompts.size(scheduled) > self.prompts.sizes[-1]:
             return False
-        single = sum(1 + len(s.draft) for s in scheduled if s.tokens == 1)
         return (
-            single <= self.prompts.single(self.prompts.size(scheduled))
+            single_of(scheduled) <= self.prompts.single(self.prompts.size(scheduled))
             and sum(s.tokens > 1 for s in scheduled) <= self.prompts.prompts
             and max(len(s.seq.blocks) for s in scheduled) <= self.prompts.width
         )
@@ -323,14 +326,20 @@ class StepGraphs:
 
     def _forward(self, rows: Rows, size: int) -> Tensor:
         tokens, batch = rows.batch(size)
-        with ANSWERS.within(batch.decodes * self.model.exact_answers, size):
+        exact, reads = self.model.exact_answers, rows is self.prompts
+        with ANSWERS.within(batch.pairs(size if reads else None) if exact else None):
             hidden = self.model(tokens, self.states, batch)
-            return hidden if rows is self.prompts else self.model.logits(hidden)
+            return hidden if reads else self.model.logits(hidden)
 
 
 def prompt_sizes(tokens: int) -> tuple[int, ...]:
     """Sizes of steps that read prompts, where a step has so many tokens at most."""
     return PROMPTS[: bisect_left(PROMPTS, tokens) + 1]
+
+
+def single_of(scheduled: list[Scheduled]) -> int:
+    """Tokens that are texts by themselves: one of a sequence, and drafts."""
+    return sum(1 + len(s.draft) for s in scheduled if s.tokens == 1)
 
 
 def rows_of(scheduled: list[Scheduled]) -> int:

@@ -111,8 +111,8 @@ class LLM:
     deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
         `anybit.engine.steady`.
     exact_answers: whether layers that round tokens to 8 bits (`@int8`) round those of answers to 16
-        instead, so that they are as exact as with 16-bit activations. Prompts, of which a GPU's
-        steps round up to 256 tokens so as well, keep 8. A token takes 1.15 times as long or more.
+        instead, so that they are as exact as with 16-bit activations. Prompts keep 8, but for a
+        token that a step reads alone. An answer's token takes two rows of products.
     adapters: directories of LoRA adapters that peft has written, by the names under which
         `SamplingParams.adapter` asks for them; each sequence of a step may have its own.
     draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what

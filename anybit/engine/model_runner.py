@@ -15,6 +15,7 @@ from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
 from anybit.engine.scheduler import Scheduled, foreseeable
 from anybit.kernels.attention import Batch
+from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
 from anybit.kernels.state import LayerState, Room
 
@@ -134,7 +135,7 @@ class ModelRunner:
             hidden = graphs.hidden(scheduled)
         else:
             tokens, batch = self.prepare(scheduled, given)
-            with ANSWERS.within(batch.decodes * self.model.exact_answers, len(tokens)):
+            with ANSWERS.within(batch.pairs() if self.model.exact_answers else None):
                 hidden = self.model(tokens, self.states, batch)
         if reading:
             read_prompts(self.model, hidden, scheduled)
@@ -151,7 +152,10 @@ class ModelRunner:
             size = graphs.written.size_of(count)
         last += [0] * (size - count)
         rows = hidden if size == count == len(hidden) else hidden[self.tensor(last)]
-        with ANSWERS.within(len(rows) * self.model.exact_answers, len(rows)):
+        pairs = None
+        if self.model.exact_answers:
+            pairs = Pairs(self.tensor([len(rows)]), len(rows), 2 * len(rows))
+        with ANSWERS.within(pairs):
             return self.model.logits(rows)[:count]
 
     def replace(self, model: Decoder) -> None:

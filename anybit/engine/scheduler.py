@@ -44,9 +44,12 @@ class Scheduler:
     sequences are being written, a step has at most `beside` tokens, so that the time between their
     tokens stays short. When blocks run out, the latest arrival gives its blocks back and starts
     over later; what it has written is kept and run through the model again.
+
+    each: what the only token of a sequence in a step takes of the budget.
     """
 
-    def __init__(self, blocks: BlockManager, max_running: int, max_tokens: int):
+    def __init__(self, blocks: BlockManager, max_running: int, max_tokens: int, each: int = 1):
+        self.each = each
         self.blocks, self.max_running, self.max_tokens = blocks, max_running, max_tokens
         self.beside = max_tokens
         self.waiting: deque[Sequence] = deque()
@@ -63,9 +66,10 @@ class Scheduler:
         out: list[Scheduled] = []
         budget, preempted = self.max_tokens, False
         if any(seq.generated for seq in self.running):
-            budget = min(budget, max(self.beside, len(self.running) + self.blocks.block_size))
+            least = len(self.running) * self.each + self.blocks.block_size
+            budget = min(budget, max(self.beside, least))
         at = prompts = 0
-        while at < len(self.running) and budget:
+        while at < len(self.running) and budget >= self.each:
             seq = self.running[at]
             tokens = min(seq.remaining, budget)
             while not self.blocks.grow(seq, seq.computed + tokens):
@@ -74,9 +78,14 @@ class Scheduler:
                     break
             else:
                 out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
-                budget -= tokens
+                budget -= max(tokens, self.each)
                 at += 1
-        while self.waiting and budget and len(self.running) < self.max_running and not preempted:
+        while (
+            self.waiting
+            and budget >= self.each
+            and len(self.running) < self.max_running
+            and not preempted
+        ):
             prompts += 1
             if prompts > MOST_PROMPTS:
                 break
@@ -94,7 +103,7 @@ class Scheduler:
                 self.prefix_hits += seq.cached
             self.running.append(self.waiting.popleft())
             out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
-            budget -= tokens
+            budget -= max(tokens, self.each)
         return sorted(out, key=lambda s: s.tokens)  # decodes first
 
     def ahead(self, scheduled: list[Scheduled]) -> list[Scheduled]:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anybit.kernels.backend import Pairs
+
 if TYPE_CHECKING:
     from anybit.kernels.kv.cache import LayerCache
 
@@ -38,6 +40,15 @@ class Batch:
     lengths: list[int]
     decodes: int
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+
+    def pairs(self, rows: int | None = None) -> Pairs | None:
+        """Two rows of codes for sequences with one token, if any are; of `rows`, if given."""
+        n, tokens = self.decodes, len(self.positions)
+        return (
+            None
+            if not n
+            else Pairs(self.starts[n : n + 1], tokens, tokens + n if rows is None else rows)
+        )
 
     # What layers ask for, once for all of them.
 

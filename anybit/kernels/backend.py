@@ -1,6 +1,8 @@
 """What a backend is: the weights that it prepares, and the activations that it multiplies."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -73,6 +75,40 @@ class NoRoom(Unsupported):
     """A launch for which a GPU has too little shared memory, or too few registers."""
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Which tokens of a step have a second row of int8 codes, for what the first has rounded off.
+
+    Token i of the first ones has rows 2 i and 2 i + 1, which products multiply as any others, and
+    whose outputs they add up; the other tokens have a row each behind them. Where there are no rows
+    for the last tokens, these have none, and their outputs hold anything.
+
+    Attributes:
+        count: (1,) int32, how many tokens have two; on the device, since graphs are for any number.
+            Kernels read it before the one before them has ended: no kernel may be its writer.
+        tokens: Rows of x and of y.
+        rows: Of codes; at least two for each that has two.
+    """
+
+    count: Tensor
+    tokens: int
+    rows: int
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Of each row of codes: its token, and whether it is the token's second row."""
+        row = torch.arange(self.rows, device=self.count.device)
+        token = row - torch.minimum((row + 1) // 2, self.count)
+        return token, (row % 2 == 1) & (row < 2 * self.count)
+
+    @cached_property
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each token: its first row of codes, the one behind that, whether it is its second."""
+        token = torch.arange(self.tokens, device=self.count.device)
+        first = (token + torch.minimum(token, self.count)).clamp_max(self.rows - 1)
+        return first, (first + 1).clamp_max(self.rows - 1), token < self.count
+
+
 class Activations(NamedTuple):
     """Activations that are quantized or rotated already; layers take them in the place of x.
 
@@ -82,8 +118,7 @@ class Activations(NamedTuple):
         sums: (...,) int32, of each token's int8 codes; empty for fp8.
         dtype: what y comes in.
         rotated: whether they were rotated before, as layers with a rotated weight want them.
-        low: how many of the first tokens have a second row of codes, behind all others, for what
-            the first has rounded off; `between.Family.join` adds up what becomes of both.
+        pairs: which tokens have a second row of codes; None: none has.
     """
 
     codes: Tensor
@@ -91,7 +126,12 @@ class Activations(NamedTuple):
     sums: Tensor
     dtype: torch.dtype
     rotated: bool = False
-    low: int = 0
+    pairs: Pairs | None = None
+
+    @property
+    def paired(self) -> Tensor | None:
+        """How many tokens have a second row: `Pairs.count`."""
+        return None if self.pairs is None else self.pairs.count
 
 
 class Backend(Protocol):
@@ -124,7 +164,8 @@ class Backend(Protocol):
 
         Args:
             x: (M, K), with any strides; or `Activations` of M tokens, in the dtype of
-                `prepared.activation`.
+                `prepared.activation`. They have `pairs` only if the backend has `joins = True`,
+                and then behind the rows of tokens y holds anything.
             prepared: of this backend. `Prepared.dtype` is not known here.
             bias: (N,) of any float dtype.
 

@@ -20,9 +20,9 @@ from anybit.core.packed import Packed
 from anybit.core.rotation import turned
 from anybit.kernels import viterbi
 from anybit.kernels.attention import Batch, Scores, gathered, rotate
-from anybit.kernels.backend import Activations
+from anybit.kernels.backend import Activations, Pairs
 from anybit.kernels.races import waits
-from anybit.kernels.reference import quantize_tokens, quantized_activation, with_low
+from anybit.kernels.reference import FINER, quantize_tokens, quantized_activation, rest
 
 if TYPE_CHECKING:
     from anybit.kernels.kv.cache import LayerCache
@@ -35,13 +35,13 @@ class Wanted(NamedTuple):
         activation: the notation in which it multiplies; None: x's dtype.
         vector: (K,), of the rotation before that; None: there is none.
         rotated: whether it takes inputs that are rotated and not quantized.
-        low: how many of the first tokens get a second row of codes, as in `Activations`.
+        pairs: which tokens get a second row of codes; None: none does.
     """
 
     activation: str | None = None
     vector: Tensor | None = None
     rotated: bool = False
-    low: int = 0
+    pairs: Pairs | None = None
 
 
 class Routing(NamedTuple):
@@ -63,25 +63,25 @@ AS_IT_IS = Wanted()
 
 
 class Answers(threading.local):
-    """The step that a thread runs: the first `exact` of its `tokens` are quantized to 16 bits.
+    """Which tokens of the step that a thread runs are quantized to 16 bits, in two rows of 8.
 
     They are answers' tokens, where an engine reads prompts in 8 bits and writes in 16.
     """
 
-    exact = tokens = 0
+    pairs: Pairs | None = None
 
     @contextmanager
-    def within(self, exact: int, tokens: int) -> Iterator[None]:
-        before = self.exact, self.tokens
-        self.exact, self.tokens = exact, tokens
+    def within(self, pairs: Pairs | None) -> Iterator[None]:
+        before, self.pairs = self.pairs, pairs
         try:
             yield
         finally:
-            self.exact, self.tokens = before
+            self.pairs = before
 
-    def low(self, activation: str | None, tokens: int) -> int:
-        """Tokens that get a second row of codes where a layer multiplies so many."""
-        return self.exact if activation == "int8" and tokens == self.tokens else 0
+    def of(self, activation: str | None, tokens: int) -> Pairs | None:
+        """Those of a layer that multiplies so many tokens."""
+        here = activation == "int8" and self.pairs and tokens == self.pairs.tokens
+        return self.pairs if here else None
 
 
 ANSWERS = Answers()
@@ -151,19 +151,22 @@ class Family:
         """GELU(gate), by tanh, * up, both (T, N)."""
         return F.gelu(gate, approximate="tanh") * up
 
-    def quantize(self, x: Tensor, activation: str, low: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, K) -> codes, scale and sums of T + low rows, as in `Activations`."""
+    def quantize(
+        self, x: Tensor, activation: str, pairs: Pairs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, K) -> codes, scale and sums of T rows or those of pairs, as in `Activations`."""
         codes, scale = quantize_tokens(x, activation)
-        if low:
-            codes, scale = with_low(x, codes, scale, low)
+        if pairs:
+            finer, (token, second) = rest(x, codes, scale), pairs.places
+            codes = torch.where(second[:, None], finer[token], codes[token])
+            scale = torch.where(second[:, None], scale[token] / FINER, scale[token])
         some = codes if activation == "int8" else codes.new_empty(0, 0, dtype=torch.int32)
         return codes, scale[:, 0], some.sum(-1, dtype=torch.int32)
 
-    def join(self, y: Tensor, low: int, bias: Tensor | None) -> Tensor:
-        """Outputs (T + low, N) of quantized tokens and their second rows -> (T, N), plus a bias."""
-        tokens = len(y) - low
-        out = y[:tokens].float()
-        out[:low] += y[tokens:].float()
+    def join(self, y: Tensor, pairs: Pairs, bias: Tensor | None) -> Tensor:
+        """Outputs (rows, N) of a backend that adds none up -> (T, N), plus a bias."""
+        first, behind, two = pairs.sums
+        out = y[first].float() + torch.where(two[:, None], y[behind].float(), 0)
         return (out if bias is None else out + bias.float()).to(y.dtype)
 
     def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:

@@ -59,14 +59,10 @@ def quantized_activation(x: Tensor | Activations, activation: str | None) -> Ten
     return codes.float() * scale
 
 
-def with_low(x: Tensor, codes: Tensor, scale: Tensor, low: int) -> tuple[Tensor, Tensor]:
-    """int8 codes (M, K) of x and scales (M, 1), and behind them rows for its first `low` tokens.
-
-    These hold what rounding has left of x, in units of scale / 256.
-    """
-    rest = (x[:low].float() / scale[:low] - codes[:low].float()) * FINER
-    rest = rest.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
-    return torch.cat([codes, rest]), torch.cat([scale, scale[:low] / FINER])
+def rest(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """What int8 codes (M, K) with scales (M, 1) have left of x: codes with scales / FINER."""
+    left = (x.float() / scale - codes.float()) * FINER
+    return left.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
 
 
 def quantize_tokens(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:

@@ -158,7 +158,7 @@ class Multiplier(Frozen):
             versions: of these at that time, where compiled code is to look at them in each call.
         """
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
-        rotated, low = False, 0
+        rotated, pairs = False, None
         if isinstance(x, Activations):
             wanted = CODES.get(self.activation or "")
             if x.codes.dtype not in (wanted, x.dtype):
@@ -173,26 +173,29 @@ class Multiplier(Frozen):
                     f"and its weight is {'' if rotates else 'not '}rotated"
                 )
             given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
-            rotated, low, x = x.rotated, x.low, x.codes
+            rotated, pairs, x = x.rotated, x.pairs, x.codes
         if x.device != self.device:
             raise InvalidInput(f"x is on {x.device}, and {self} on {self.device}")
         if not rotated:
             x = self.around.before(x)
-        inside, lead = self.around.inside(bias), [len(x) - low]
+        inside, lead = self.around.inside(bias), x.shape[:-1]
         if not given and not torch.compiler.is_compiling():
-            lead, dtype = list(x.shape[:-1]), x.dtype
-            low = ANSWERS.low(self.activation, math.prod(lead))
-            if low:
-                x, scale, sums = of(x).quantize(x.flatten(0, -2), "int8", low)
-                given = scale, sums, dtype
-        args = None if low else inside, self.scheme, self.out_features, self.backend
-        if stored is None:
-            y = ops.run(ops.linear, x, self.prepared.layout, *args, *given)
-        else:
+            pairs = ANSWERS.of(self.activation, math.prod(lead))
+            if pairs:
+                x, dtype = x.flatten(0, -2), x.dtype
+                x, *of_codes = of(x).quantize(x, "int8", pairs)
+                given = *of_codes, dtype
+        elif pairs:
+            lead = torch.Size([pairs.tokens])
+        joins = pairs is not None and getattr(get_backend(self.backend), "joins", False)
+        args = inside if joins or not pairs else None, self.scheme, self.out_features, self.backend
+        if stored is not None:
             given = *(given or (None,) * 3), stored, versions
-            y = ops.run(ops.linear, x, self.prepared.layout, *args, *given)
-        if low:
-            y = of(y).join(y, low, inside).view(*lead, -1)
+        more = {"pairs": pairs.count} if pairs and joins else {}
+        y = ops.run(ops.linear, x, self.prepared.layout, *args, *given, **more)
+        if pairs:
+            y = y[: pairs.tokens] if joins else of(y).join(y, pairs, inside)
+            y = y.view(*lead, -1)
         return self.around.after(y, bias)
 
 

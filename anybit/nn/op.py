@@ -14,7 +14,7 @@ from anybit.core.planes import segments
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidType, Unsupported
 from anybit.kernels.ahead import Uncompiled
-from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.backend import Activations, Pairs, Prepared
 from anybit.kernels.between import of
 from anybit.kernels.registry import get_backend
 
@@ -22,11 +22,12 @@ log = logging.getLogger(__name__)
 _library = torch.library.Library("anybit", "DEF")
 # layout is `Prepared.layout`. scale, sums and dtype: of quantized activations, whose codes x are.
 # stored: the canonical tensors, which the gradient of x is computed from. versions: of these when
-# the layout was made, for compiled code, which meets other contents later.
+# the layout was made, for compiled code, which meets other contents later. pairs: `Pairs.count`,
+# for backends that join.
 _library.define(
     "linear(Tensor x, Tensor[] layout, Tensor? bias, str scheme, int n, str backend, "
     "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None, "
-    "int[]? versions=None) -> Tensor"
+    "int[]? versions=None, Tensor? pairs=None) -> Tensor"
 )
 _library.define("rotate(Tensor x, Tensor vector, bool after) -> Tensor")
 _library.define(
@@ -47,6 +48,7 @@ def multiply(
     dtype: torch.dtype | None = None,
     stored: Sequence[Tensor] | None = None,
     versions: Sequence[int] | None = None,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     written = stored and versions and [tensor._version for tensor in stored] != list(versions)
     if stored and written and backend != "reference":
@@ -54,7 +56,7 @@ def multiply(
         layout, backend = stored, "reference"
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
         with torch.cuda.device(x.device):
-            return multiply(x, layout, bias, scheme, n, backend, scale, sums, dtype)
+            return multiply(x, layout, bias, scheme, n, backend, scale, sums, dtype, pairs=pairs)
     k = x.shape[-1]
     if len(x.shape) != 2:
         scale, sums = (None if t is None else t.reshape(-1) for t in (scale, sums))
@@ -66,7 +68,8 @@ def multiply(
     if scale is not None:
         if sums is None or dtype is None:
             raise InvalidType("quantized activations need scale, sums and dtype")
-        rows = Activations(x, scale, sums, dtype)
+        both = None if pairs is None else Pairs(pairs, len(x), len(x))
+        rows = Activations(x, scale, sums, dtype, pairs=both)
     try:
         return get_backend(backend).linear(rows, prepared, bias)
     except Uncompiled:
@@ -94,6 +97,7 @@ def _linear_fake(
     dtype: torch.dtype | None = None,
     stored: Sequence[Tensor] | None = None,
     versions: Sequence[int] | None = None,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
 
@@ -155,7 +159,7 @@ def _rows_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, layout, bias, scheme, *_, stored, _ = inputs
+    x, layout, bias, scheme, *_, stored, _, _ = inputs
     ctx.save_for_backward(*(stored or ()))
     ctx.scheme, ctx.k, ctx.parts = scheme, x.shape[-1], len(layout)
     ctx.bias_dtype = None if bias is None else bias.dtype

@@ -8,9 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from anybit import QuantLinear, quantize_tensor
+from anybit.engine.detokenizer import Detokenizer
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
-from anybit.engine.sequence import SamplingParams
+from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.errors import Unsupported
+from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
 from tests.engine.conftest import prompts, random_model
 
@@ -32,7 +36,7 @@ def test_first_tokens_are_as_exact_as_unquantized_ones(options: str, bias: bool)
     x = x.to(DEVICE, torch.bfloat16)
     want = x.float() @ packed.dequantize().T.to(DEVICE) + (given if bias else 0)
     plain = layer(x).float()
-    with ANSWERS.within(4, 7):
+    with ANSWERS.within(Pairs(torch.tensor([4], dtype=torch.int32, device=DEVICE), 7, 11)):
         got = layer(x).float()
         assert torch.equal(layer(x[None])[0].float(), got)
         assert torch.equal(layer(x[:3]), layer(x[:3].clone()))  # other tokens than the step's
@@ -41,7 +45,7 @@ def test_first_tokens_are_as_exact_as_unquantized_ones(options: str, bias: bool)
     error = (got - want).norm(dim=1) / want.norm(dim=1)
     assert error[:4].max() < 2**-7  # bf16's
     assert error[:4].max() < error[4:].min() / 2 or options  # rotation has spread the outlier
-    with ANSWERS.within(7, 7):
+    with ANSWERS.within(Pairs(torch.tensor([7], dtype=torch.int32, device=DEVICE), 7, 14)):
         assert torch.equal(layer(x)[:4].float(), got[:4])
 
 
@@ -71,6 +75,56 @@ def test_answers_do_not_depend_on_prompts_beside_them() -> None:
     llm.engine.scheduler.blocks.forget()
     together = llm.generate(texts, WRITTEN, show_progress=False)
     assert [output.tokens for output in together] == alone
+
+
+def test_rows_that_are_too_few_leave_out_the_last_tokens() -> None:
+    """As in graphs, whose steps end with unused tokens."""
+    layer = QuantLinear(quantize_tensor(torch.randn(64, 256), "int8").to(DEVICE), None, "int8")
+    x = torch.randn(9, 256).to(DEVICE)
+    count = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    with ANSWERS.within(Pairs(count, 9, 12)):
+        want = layer(x)
+    with ANSWERS.within(Pairs(count, 9, 9)):
+        got = layer(x)
+    assert got.shape == want.shape
+    assert torch.equal(got[:6], want[:6])
+
+
+def steps(answers: int, prompt: int) -> list[Scheduled]:
+    """A step that writes a token of some texts, one with two drafts, and reads a prompt."""
+    out = []
+    for i, length in enumerate([5] * answers + [prompt] * bool(prompt)):
+        seq = Sequence("", 0, [7] * length, WRITTEN, Detokenizer(None, []), length)
+        seq.blocks = [i, i + 1, i + 2, i + 3]
+        draft = (3, 4) if i == 0 < answers else ()
+        out.append(
+            Scheduled(
+                seq, length - 1 if i < answers else 0, prompt if i == answers else 1, True, draft
+            )
+        )
+    return out
+
+
+def test_rows_of_graphs_are_those_of_answers() -> None:
+    llm = LLM(PICO, "int8@int8", length=64, max_running=4, exact_answers=True)
+    runner = llm.engine.runner
+    graphs = StepGraphs(runner.model, runner.states, 16, 8, 4, prompts=(16, 32, 64))
+    assert graphs.prompts is not None
+    for answers, prompt, size in ((0, 16, 16), (3, 6, 16), (3, 7, 32), (3, 54, 64)):
+        step = steps(answers, prompt)
+        assert graphs.can_read(step)
+        assert graphs.prompts.size(step) == size
+        graphs.prompts.fill(size, step)
+        tokens, batch = graphs.prompts.batch(size)
+        pairs = batch.pairs(size)
+        assert pairs is not None
+        assert pairs.count.tolist() == [answers + 2 * (answers > 0)]
+        assert pairs.rows == pairs.tokens == len(tokens) == size
+    assert not graphs.can_read(steps(3, 55))
+    graphs.written.fill(8, steps(3, 0))
+    pairs = graphs.written.batch(8)[1].pairs()
+    assert pairs is not None
+    assert (pairs.count.tolist(), pairs.tokens, pairs.rows) == ([8], 8, 16)
 
 
 def test_new_weights_keep_them() -> None:

@@ -51,6 +51,23 @@ def test_preemption_loses_no_more_than_the_blocks_that_were_missing(blocks: int)
     assert new.generated == written + 1 - 30
 
 
+def test_tokens_of_answers_may_take_two_of_a_step() -> None:
+    scheduler = Scheduler(BlockManager(60, BLOCK), 4, 20, each=2)
+    for name in ("a", "b", "c"):
+        scheduler.add(text(name, 6))
+    assert run(scheduler) == {"a": 6, "b": 6, "c": 6}
+    scheduler.add(text("d", 25))
+    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 14}
+    scheduler.beside = 4  # each that runs writes, and a block of a prompt is read
+    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 6}
+    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 5}
+    scheduler = Scheduler(BlockManager(60, BLOCK), 4, 7, each=2)
+    for name in ("a", "b"):
+        scheduler.add(text(name, 6))
+    assert run(scheduler) == {"a": 6}  # one token is left, and its sequence would take two
+    assert run(scheduler) == {"a": 1, "b": 5}
+
+
 @pytest.mark.parametrize("length", [16, 100, 4096])
 def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
     runner = LLM(PICO, length=64, max_running=4).engine.runner

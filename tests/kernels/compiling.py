@@ -93,10 +93,14 @@ def product(target: Target, scheme: str, folder: str = "") -> Made:
         "y": "*fp16", "partial": "*fp32", "locks": "*i32", "SPLIT": "i32",
     }  # fmt: skip
     constants = {
-        "bias": None, "LAYOUT": layout, "DECODE": decode, "MODE": layout.scale_mode,
-        "HAS_X_SCALE": activation is not None, "HAS_BIAS": False, "EVEN_K": True, "TOKENS": 16,
-        "ROWS": 64, "SHARED": False, "CUT": 1, "STEPS": 1, "STAGES": 2, "BAND": 8,
+        "LAYOUT": layout, "DECODE": decode, "MODE": layout.scale_mode,
+        "HAS_X_SCALE": activation is not None, "HAS_BIAS": activation is not None, "EVEN_K": True,
+        "TOKENS": 16, "ROWS": 64, "SHARED": False, "CUT": 1, "STEPS": 1, "STAGES": 2, "BAND": 8,
     }  # fmt: skip
+    if activation:
+        kinds |= {"bias": "*fp32", "pairs": "*i32"}
+    else:
+        constants |= {"bias": None, "pairs": None}
     if fmt.window:
         given = dict.fromkeys(("FIRST", "COUNT", "KEPT", "ZERO"), "i32")
         given |= {"x": "*fp32", "ends": "*i32", "back": "*i16"}

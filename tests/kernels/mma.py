@@ -78,8 +78,12 @@ class Emulated:
         grid: int = 0,
         seed: int = 0,
         starts: Tensor | None = None,
+        pairs: Tensor | None = None,
     ) -> Tensor:
-        """y (M, N). grid: CTAs; 0: one a tile. starts: of the tokens of each expert."""
+        """y (M, N). grid: CTAs; 0: one a tile. starts: of the tokens of each expert.
+
+        pairs: `Pairs.count`.
+        """
         codes, scale, sums = x
         m, k = codes.shape
         tile = self.kernel.tile
@@ -92,6 +96,7 @@ class Emulated:
             *(array(t) for t in [*layout, None][:4]),
             *(self.used(t) for t in (scale, sums, bias, y)),
             *(array(t) for t in (work, counters, starts)),
+            self.used(pairs),
             *(m, n, k, 0 if starts is None else len(starts) - 1),
         ]
         self.machine.launch(arguments, grid, tile.threads, self.shared, seed=seed)
@@ -107,7 +112,7 @@ class Emulated:
             y = torch.zeros(*layout[0].shape[:2], 128 * 128, dtype=torch.uint8)
         grid = tiles.copy_grid(self.kernel.tile, n, k)
         given = (array(t) for t in [*layout, None][:4])
-        arguments = [0, *given, 0, 0, 0, array(y), 0, 0, 0, 1, n, k, 0]
+        arguments = [0, *given, 0, 0, 0, array(y), 0, 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y
 

@@ -14,6 +14,8 @@ from torch import Tensor
 import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.backend import Pairs
+from anybit.kernels.between import TORCH
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.operands import decoder_for
 from anybit.kernels.hopper import scalar_linear, tiles
@@ -94,6 +96,9 @@ if EVERY_KERNEL:
         ("fp6", BRAIN, Tile(160, late=True), (165, 136, 256)),
         ("int4:group=128", HALF, Tile(176, late=True), (180, 136, 256)),
     ]
+PAIRED = [Tile(16, ctas=2, split=2)]
+if EVERY_KERNEL:
+    PAIRED += [Tile(8, ctas=2), Tile(32, stages=2), Tile(128, rows=256, stages=2)]
 EXPERTS = [("liquid@int8", 48)]  # and tokens of a tile
 if EVERY_KERNEL:
     others = ["liquid@int8", "mxfp4@fp8", "mxfp8@fp8", "int4:group=128@int8", "fp8:group=128@fp8"]
@@ -139,8 +144,12 @@ class Emulated:
         starts: Tensor | None = None,
         seed: int = 0,
         into: tuple[Tensor, int] | None = None,
+        pairs: Tensor | None = None,
     ) -> Tensor:
-        """y (M, N). into: another y of more outputs, and the first that is written, instead."""
+        """y (M, N). into: another y of more outputs, and the first that is written, instead.
+
+        pairs: `Pairs.count`.
+        """
         codes, scale, sums = x
         m, k = codes.shape
         y, first = into or (torch.full((m, n), torch.nan, dtype=self.dtype), 0)
@@ -154,7 +163,7 @@ class Emulated:
             *(array(t) for t in [*prepared, None][:4]),
             *(in_use(t) for t in (scale, sums)),
             array(bias),
-            *(in_use(t) for t in (y.view(-1)[first:], starts, work, counters)),
+            *(in_use(t) for t in (y.view(-1)[first:], starts, work, counters, pairs)),
             *(m, n, y.shape[1], k, 1 if starts is None else len(starts) - 1, 1),
         ]
         self.machine.launch(arguments, grid, self.tile.threads, self.shared, self.tile.split, seed)
@@ -227,6 +236,26 @@ def test_int8_sums_are_exact() -> None:
     total = codes.double() @ packed.values().double().T
     want = (total.float() * (prepared[1][:128] * scale[:, None])).to(BRAIN)
     assert torch.equal(emulated.run(x, prepared, 128, 1), want)
+
+
+@pytest.mark.parametrize("tile", PAIRED, ids=str)
+@pytest.mark.parametrize("two", [0, 5, 21])
+def test_outputs_of_both_rows_are_added_up(tile: Tile, two: int) -> None:
+    """Others are what they are without, and nothing is written behind the tokens."""
+    torch.manual_seed(two)
+    emulated = Emulated("int8@int8", BRAIN, tile)
+    packed, x, bias = packed_weight("int8@int8", 136, 384), torch.randn(21, 384), torch.randn(136)
+    x[:, 3] *= 40  # which takes most of int8's range
+    layout, both = operands.layout(packed, "int8"), Pairs(torch.tensor([two]).int(), 21, 21 + two)
+    codes, scale, sums = TORCH.quantize(x, "int8", both)
+    grid = tiles.grid(emulated.tile, 21 + two, 136)
+    y = emulated.run((codes, scale, sums), layout, 136, grid, bias.to(BRAIN), pairs=both.count)
+    want = TORCH.join(product(operand_weight(packed, BRAIN), (codes, scale, sums)), both, bias)
+    assert (y[:21] - want).abs().max() <= want.abs().max() * 2**-8
+    assert y[21:].isnan().all()
+    grid = tiles.grid(emulated.tile, 21, 136)
+    alone = emulated.run(TORCH.quantize(x, "int8"), layout, 136, grid, bias.to(BRAIN))
+    assert torch.equal(y[two:21], alone[two:])
 
 
 @pytest.mark.parametrize("scheme", READ)

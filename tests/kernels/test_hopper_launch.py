@@ -88,7 +88,7 @@ def use(monkeypatch: pytest.MonkeyPatch, arguments: type[ctypes.Structure]) -> D
 
 
 def test_structs_are_those_of_cuda_and_of_the_kernels() -> None:
-    assert sizes(GEMM) == [128, 8, *[8] * 11, *[4] * 5, 1]
+    assert sizes(GEMM) == [128, 8, *[8] * 12, *[4] * 5, 1]
     assert sizes(CODEBOOK) == [*[8] * 8, *[4] * 6]
     assert ctypes.sizeof(Config) == 56  # CUlaunchConfig and CUlaunchAttribute, by cuda.h
     assert ctypes.sizeof(Attribute) == 72

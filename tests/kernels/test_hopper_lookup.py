@@ -80,7 +80,7 @@ def emulate_lookups(
     arguments: list[Parameter] = [
         TensorMap(x.view(torch.uint8).numpy().reshape(m, 2 * k), tile.tokens, 2, in_use=True), 0,
         array(blocks), array(row_scale), 0, array(book.to(x.dtype)), 0, 0, array(bias), in_use(y),
-        0, in_use(work), in_use(counters), m, n, n, k, 1, 1,
+        0, in_use(work), in_use(counters), 0, m, n, n, k, 1, 1,
     ]  # fmt: skip
     Machine(ptx).launch(arguments, grid, tile.threads, shared, tile.split, seed)
     assert not y.isnan().any(), "outputs that nobody wrote"

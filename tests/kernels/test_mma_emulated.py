@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybit.kernels.backend import Pairs
+from anybit.kernels.between import TORCH
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.pack import REGISTERS, pack_codes
 from anybit.kernels.hopper.choices import BYTES
@@ -158,6 +160,28 @@ def test_int8_sums_are_exact() -> None:
     want = (total.float() * (layout[1][:72] * scale[:, None])).to(BRAIN)
     for grid in (1, 3):
         assert torch.equal(emulated.run(x, layout, 72, grid=grid), want)
+
+
+@pytest.mark.parametrize("two", [0, 3, 9])
+@pytest.mark.parametrize(("tile", "overlap"), [(NARROW, True), (Tile(16, 2, 4, 2), False)])
+def test_outputs_of_both_rows_are_added_up(tile: Tile, overlap: bool, two: int) -> None:
+    """Others are what they are without, and nothing is written behind the tokens."""
+    torch.manual_seed(two)
+    spec = kernel_of("int8@int8", BRAIN, tile, "sm_90" if overlap else "sm_80", overlap)
+    emulated = Emulated("int8@int8", BRAIN, spec)
+    packed, x, bias = emulated.weight(40, 384), torch.randn(9, 384), torch.randn(40).to(BRAIN)
+    x[:, 3] *= 40  # which takes most of int8's range
+    layout, both = (
+        emulated.layout(packed),
+        Pairs(torch.tensor([two], dtype=torch.int32), 9, 9 + two),
+    )
+    codes, scale, sums = TORCH.quantize(x, "int8", both)
+    y = emulated.run((codes, scale, sums), layout, 40, bias, pairs=both.count)
+    want = TORCH.join(product(operand_weight(packed, BRAIN), (codes, scale, sums)), both, bias)
+    assert (y[:9] - want).abs().max() <= want.abs().max() * 2**-8
+    assert y[9:].isnan().all()
+    alone = TORCH.quantize(x, "int8")
+    assert torch.equal(y[two:9], emulated.run(alone, layout, 40, bias)[two:])
 
 
 EXPERTS = [  # scheme, tile, (N, K), tokens of each expert, CTAs

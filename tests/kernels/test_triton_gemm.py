@@ -13,7 +13,7 @@ from anybit.core.groups import groups_of
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.kernels import between, reference, registry
-from anybit.kernels.backend import LayerSpec
+from anybit.kernels.backend import Activations, LayerSpec, Pairs
 from anybit.kernels.triton.tiles import Tile
 from anybit.nn import op as ops
 from anybit.nn.linear import QuantLinear
@@ -240,18 +240,42 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
         assert torch.equal(total, codes.int().sum(1).int())
 
 
-@pytest.mark.parametrize("low", [1, 3, 5])
-def test_second_rows_are_the_definition(low: int) -> None:
+@pytest.mark.parametrize(("two", "rows"), [(1, 6), (3, 8), (5, 10), (0, 5), (2, 5)])
+def test_second_rows_are_the_definition(two: int, rows: int) -> None:
+    """Also where there are too few rows of codes for the last tokens."""
     x = torch.randn(5, 300, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
     x[1] = 0
     x[2] *= 30
-    *got, _ = activations.quantize(x, "int8", sums=True, low=low)
-    for own, want in zip(got, between.TORCH.quantize(x, "int8", low), strict=True):
-        assert own.shape == want.shape == (5 + low, *own.shape[1:])
+    both = Pairs(torch.tensor([two], dtype=torch.int32, device=DEVICE), 5, rows)
+    *got, _ = activations.quantize(x, "int8", sums=True, pairs=both)
+    plain = between.TORCH.quantize(x, "int8")
+    for own, want, alone in zip(got, between.TORCH.quantize(x, "int8", both), plain, strict=True):
+        assert own.shape == want.shape == (rows, *own.shape[1:])
         assert torch.equal(own, want)
-    y = torch.randn(5 + low, 200, generator=torch.Generator().manual_seed(7)).half().to(DEVICE)
-    for bias in (None, y[0].float()):
-        assert torch.equal(activations.join(y, low, bias), between.TORCH.join(y, low, bias))
+        assert torch.equal(own[: 2 * two : 2], alone[:two])
+        assert torch.equal(own[2 * two :], alone[two : rows - two])
+
+
+@pytest.mark.parametrize("scheme", ["int8@int8", "int4:group=32@int8", "liquid@int8"])
+@pytest.mark.parametrize("tile", [Tile(rows=32), Tile(rows=32, split=2)], ids=str)
+def test_outputs_of_both_rows_are_added_up(scheme: str, tile: Tile) -> None:
+    """And other tokens' outputs are what they are without."""
+    packed, activation = packed_of(scheme)
+    x = torch.randn(21, K, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    prepared, exact = backend.prepare(packed, activation), reference.prepare(packed, activation)
+    plain = backend.multiply(x, prepared, bias, tile)
+    for two in (0, 3, 21):
+        count = torch.tensor([9, two, 9], dtype=torch.int32, device=DEVICE)[1:2]
+        both = Pairs(count, 21, 21 + two)
+        codes, scale, sums = between.TORCH.quantize(x, "int8", both)
+        y = backend.linear(Activations(codes, scale, sums, x.dtype, pairs=both), prepared, bias)
+        fixed = backend.multiply(codes, prepared, bias, tile, scale, x.dtype, count)
+        apart = reference.linear(Activations(codes, scale, sums, torch.float32), exact, None)
+        want = between.TORCH.join(apart, both, bias)
+        for got in (y, fixed):
+            assert (got[:21] - want).abs().max() <= want.abs().max() * 2**-10
+            assert torch.equal(got[two:21], plain[two:])
 
 
 def test_tokens_whose_values_are_not_adjacent() -> None:

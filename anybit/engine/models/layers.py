@@ -481,8 +481,8 @@ def wanted_by(layer: nn.Module | None) -> Wanted:
     if not isinstance(layer, Frozen):
         return AS_IT_IS
     alone = isinstance(layer, Multiplier)  # and not experts
-    low = ANSWERS.low(layer.activation, ANSWERS.tokens) if alone else 0
-    return Wanted(layer.activation, layer.around.rotate_in, alone, low)
+    pairs = ANSWERS.pairs if alone and layer.activation == "int8" else None
+    return Wanted(layer.activation, layer.around.rotate_in, alone, pairs)
 
 
 def window_of(config: PretrainedConfig, index: int) -> int | None:

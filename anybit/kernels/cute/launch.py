@@ -18,10 +18,12 @@ from anybit.kernels.cute.jit import KernelSpec, built
 # Of the products of `kernels/mma`, of which not all read `work` and what follows it: tokens x and
 # blobs w; scales and zero points of rows; a table that weights are looked up in; scales and sums of
 # quantized tokens; a bias in the dtype of y; a workspace and counters where sums of CTAs meet;
-# where the tokens of each expert start.
+# where the tokens of each expert start; how many times two rows of x have one of y, if any do
+# (`backend.Pairs`).
 ProductArguments = namedtuple(
     "ProductArguments",
-    "x w row_scale row_zero table token_scale token_sum bias y work counters starts m n k experts",
+    "x w row_scale row_zero table token_scale token_sum bias y work counters starts "
+    "pairs m n k experts",
 )
 
 # Of weights in 16 bits as they come, with so many rows. n: outputs of a token, with padding.
@@ -31,8 +33,8 @@ PlainArguments = namedtuple("PlainArguments", "x w bias y m n k rows")
 # next token's, of which these n may be some.
 GemmArguments = namedtuple(
     "GemmArguments",
-    "x w row_scale row_zero table token_scale token_sum bias y starts work counters m n stride k "
-    "experts",
+    "x w row_scale row_zero table token_scale token_sum bias y starts work counters pairs m n "
+    "stride k experts",
 )
 
 # Of products of codebooks. cluster: CTAs of a cluster, 1 where there are none. splits: clusters

@@ -84,6 +84,7 @@ def multiply(
     dtype: torch.dtype,
     launches: Iterable[Launch],
     starts: Tensor | None = None,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     """y (M, N) of a product, by launches that each write some of its columns.
 
@@ -95,12 +96,13 @@ def multiply(
         n: Outputs of a token, in `dtype`.
         launches: What is launched.
         starts: (experts + 1,) int32: where the tokens of each expert begin.
+        pairs: `backend.Pairs.count`, not for experts.
     """
     (m, k), (w, row_scale, row_zero, *table), wide = x.shape, layout, whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     bias = offsets(bias, wide, dtype)
     values = {"x": x, "table": table[0] if table else None, "token_scale": scale,
-              "token_sum": sums, "starts": starts, "m": m, "k": k, "stride": wide,
+              "token_sum": sums, "starts": starts, "pairs": pairs, "m": m, "k": k, "stride": wide,
               "experts": 0 if starts is None else len(starts) - 1}  # fmt: skip
     for each in launches:
         first = each.first

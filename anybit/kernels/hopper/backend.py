@@ -27,6 +27,8 @@ from anybit.kernels.cute.jit import built
 from anybit.kernels.cute.operands import NAMES
 from anybit.kernels.hopper import codebook_linear, scalar_linear
 
+joins = True  # see `Backend.linear`
+
 
 @cache
 def family(fmt: Format) -> ModuleType:

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.lang import Word
 from anybit.kernels.cute.pack import ROWS
+from anybit.kernels.cute.pairs import added_up, offset_of_second, row_of_y
 from anybit.kernels.cute.ptx import as_float, pack2
 from anybit.kernels.hopper.ptx import stmatrix_transposed, store_to_cta
 
@@ -31,6 +32,7 @@ class Epilogue:
     batch: int  # tokens that a warp stages for its stores at a time
     integer: bool  # sums are int32, and token sums correct unsigned weights
     quantized: bool  # tokens have a scale
+    joins: bool  # outputs of some rows of tokens are added up
     acc: Any  # type of the sums
     products: Any  # of those of a group, before they have a scale
     decoder: Decoder
@@ -63,6 +65,15 @@ class Epilogue:
                 if const_expr(self.integer):
                     out[1, i] = sums[token]
         return out
+
+    @cute.jit
+    def fetch_pairs(self, given):
+        """How many pairs of rows of tokens have one of outputs."""
+        count = Int32(0)
+        if const_expr(self.joins):  # noqa: SIM102 - known when it is compiled
+            if given.pairs.toint() != 0:
+                count = cute.make_tensor(given.pairs, cute.make_layout(1))[0]
+        return count
 
     @cute.jit
     def share_tokens(self, shared, tokens, group, t):
@@ -144,8 +155,8 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, given, channel, start, end,
-        buffer, lane,
+        self, acc, block: cutlass.Constexpr[int], channels, table, count, given, channel, start,
+        end, buffer, lane,
     ):  # fmt: skip
         """Scale, add the bias, round, and write 16 channels of every token."""
         scales, zeros, offsets = channels
@@ -163,8 +174,10 @@ class Epilogue:
             packed = []
             for j in cutlass.range_constexpr(self.batch // 8):
                 pairs = [[], []]  # two tokens of channel g, two of channel g + 8
+                first = p * self.batch + j * 8 + lane % 4 * 2
+                joined = start + first < 2 * count
                 for c in cutlass.range_constexpr(2):
-                    token = p * self.batch + j * 8 + lane % 4 * 2 + c
+                    token = first + c
                     for v in cutlass.range_constexpr(2):
                         total = acc[base + (p * (self.batch // 8) + j) * 4 + c + 2 * v]
                         if const_expr(self.integer):
@@ -172,7 +185,12 @@ class Epilogue:
                         factor = scales[v, block]
                         if const_expr(self.quantized):
                             factor = factor * scale_of[token]
-                        pairs[v].append(total.to(Float32) * factor + offsets[v, block])
+                        offset = offsets[v, block]
+                        if const_expr(self.joins and c == 1):
+                            offset = offset_of_second(offset, joined)
+                        pairs[v].append(total.to(Float32) * factor + offset)
+                if const_expr(self.joins):
+                    pairs = [added_up(pair, joined) for pair in pairs]
                 packed += [pack2(*pair, self.out) for pair in pairs]
             n_matrices = const_expr(min(4, len(packed)))
             for i in cutlass.range_constexpr(0, len(packed), n_matrices):
@@ -190,9 +208,11 @@ class Epilogue:
             for i in cutlass.range_constexpr(rounds):
                 token = i * 16 + lane // 2
                 at = start + p * self.batch + token
-                column = channel + lane % 2 * 8
-                if token < self.batch and at < end and column < given.n:
-                    target = (given.y + (Int64(at) * given.stride + column)).align(16)
+                column, row, whole = channel + lane % 2 * 8, at, True
+                if const_expr(self.joins):
+                    row, whole = row_of_y(at, count)
+                if token < self.batch and at < end and column < given.n and whole:
+                    target = (given.y + (Int64(row) * given.stride + column)).align(16)
                     target = cute.recast_ptr(target, dtype=Uint32)
                     cute.autovec_copy(
                         vectors[None, i], cute.make_tensor(target, cute.make_layout(4))

@@ -78,6 +78,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         self.a, self.b = TYPES[decoder.operand], TYPES[kernel.activation]
         self.quantized = kernel.activation in ("int8", "float8_e4m3fn")
         self.products = Int32 if kernel.activation == "int8" else Float32
+        self.joins = kernel.activation == "int8" and not kernel.grouped
         self.acc = Float32 if decoder.sums else self.products
         self.integer = self.acc is Int32
         self.k_mma = 256 // self.b.width  # columns of one WGMMA
@@ -103,8 +104,8 @@ class Gemm(Order, Producer, Words, Epilogue):
         fp32, word = (Float32, 4), (Int32, 4)
         pointers = {"x": (self.b, 16), "w": (Uint8, 128), "row_scale": fp32, "row_zero": word,
                     "table": word, "token_scale": fp32, "token_sum": word, "bias": (out, 2),
-                    "y": (out, 16), "starts": word, "work": (Float32, 16),
-                    "counters": word}  # fmt: skip
+                    "y": (out, 16), "starts": word, "work": (Float32, 16), "counters": word,
+                    "pairs": word}  # fmt: skip
         return compile_program(self, GemmArguments, pointers, ARCHITECTURE)
 
     def mma_op(self) -> Any:
@@ -340,6 +341,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         self.release(empty + previous, k_last > k_first)
         acc = total
 
+        pairs = self.fetch_pairs(given)
         table = self.share_tokens(shared, tokens, group, t)
         finishes = True
         if const_expr(self.split > 1):
@@ -355,7 +357,7 @@ class Gemm(Order, Producer, Words, Epilogue):
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
-                    acc, i, channels, table, given,
+                    acc, i, channels, table, pairs, given,
                     row_tile * rows + i * ROWS + slice_of_16 * 16, start, end,
                     shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
                 )  # fmt: skip

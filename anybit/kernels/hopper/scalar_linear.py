@@ -91,7 +91,8 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
-    return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
+    pairs = x.paired if isinstance(x, Activations) else None
+    return multiply(*tokens(x, prepared), prepared, bias, x.dtype, pairs=pairs)
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
@@ -120,6 +121,7 @@ def multiply(
     dtype: torch.dtype,
     choice: Choice | None = None,
     starts: Tensor | None = None,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     """x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
 
@@ -132,6 +134,7 @@ def multiply(
         choice: Instead of the rules'.
         starts: (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the
             weights of expert e. `prepared` is `operands.prepare_experts`'s then; there is no bias.
+        pairs: As in `products.multiply`.
     """
     m, (n, k) = x.shape[0], prepared.shape
     if not m:
@@ -145,7 +148,7 @@ def multiply(
     if way.copy:
         w = mma.decoded(x, way.copy, prepared)
     layout = w, *of_rows
-    return products.multiply(x, scale, sums, layout, bias, n, dtype, way.launches, starts)
+    return products.multiply(x, scale, sums, layout, bias, n, dtype, way.launches, starts, pairs)
 
 
 def multiply_decoded(

@@ -30,6 +30,7 @@ from anybit.kernels.mma.tiles import gpu_of
 
 OLDEST = (8, 0)  # the first architecture with bf16 tensor cores and cp.async
 OLDEST_FP8 = (8, 9)
+joins = True  # see `Backend.linear`
 
 
 def refuse(layer: LayerSpec) -> str | None:

@@ -229,7 +229,7 @@ class Gemm(Product):
         ]
         for b in cutlass.range_constexpr(self.blocks):
             token = found.first + b * 8
-            tokens = [self.token_values(given, token + lane % 4 * 2 + c) for c in range(2)]
+            tokens = self.two_tokens(given, token + lane % 4 * 2)
             for i in cutlass.range_constexpr(2 * self.slices):
                 sums = [acc[2 * (i % 2) + c, b, i // 2] for c in range(2)]
                 at, column = token + lane // 4, channel + i * 8 + lane % 4 * 2

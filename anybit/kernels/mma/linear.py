@@ -22,7 +22,8 @@ from anybit.kernels.mma.tiles import Gpu, Kernel, Tile, gpu_of
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
-    return multiply(*tokens(x, prepared), prepared, bias, x.dtype)
+    pairs = x.paired if isinstance(x, Activations) else None
+    return multiply(*tokens(x, prepared), prepared, bias, x.dtype, pairs=pairs)
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
@@ -54,6 +55,7 @@ def multiply(
     kernel: Kernel | None = None,
     grid: int = 0,
     starts: Tensor | None = None,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     """One product: x (M, K) as the tensor core takes it -> (M, N) in `dtype`.
 
@@ -67,6 +69,7 @@ def multiply(
         grid: CTAs, instead of the rule's; 0: the rule's.
         starts: (experts + 1,) int32, on the device: tokens starts[e] to starts[e + 1] meet the
             weights of expert e. `prepared` is `operands.prepare_experts`'s then.
+        pairs: As in `products.multiply`.
     """
     m, (n, k), device = x.shape[0], prepared.shape, x.device
     if not m:
@@ -79,7 +82,8 @@ def multiply(
     if kernel.tile.kind == "decode":
         return torch.nn.functional.linear(x, decoded(x, kernel, prepared), offsets(bias, n, dtype))
     launch = launch_of(kernel, gpu_of(device), device, m, n, k, experts, grid)
-    return products.multiply(x, scale, sums, prepared.layout, bias, n, dtype, [launch], starts)
+    layout, launches = prepared.layout, [launch]
+    return products.multiply(x, scale, sums, layout, bias, n, dtype, launches, starts, pairs)
 
 
 def launch_of(

@@ -145,8 +145,7 @@ class Narrow(Product):
     def factors(self, given, before, channel, token, lane):
         """What sums are multiplied by: of this lane's two rows, and of its two tokens."""
         rows = [self.row_values(given, before, channel + v * 8 + lane // 4) for v in range(2)]
-        tokens = [self.token_values(given, token + lane % 4 * 2 + c) for c in range(2)]
-        return rows, tokens
+        return rows, self.two_tokens(given, token + lane % 4 * 2)
 
     @property
     def k_tile_bytes(self) -> int:

@@ -14,6 +14,7 @@ from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
 from anybit.kernels.cute.lang import Table, Word
 from anybit.kernels.cute.launch import ProductArguments
+from anybit.kernels.cute.pairs import added_up, offset_of_second, row_of_y
 from anybit.kernels.cute.program import Program
 from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, mma, pack2, store_global
 from anybit.kernels.cute.table import load, store
@@ -37,6 +38,7 @@ class Product(Program):
         self.activation, self.out = spec.activation, spec.output
         self.integer = self.activation == "int8"
         self.quantized = self.activation in ("int8", "float8_e4m3fn")
+        self.joins = self.integer and not t.sorted  # outputs of some rows of tokens
         self.acc = Int32 if self.integer else Float32
         self.words = 2 * d.bits  # code words of a thread, slice and K tile
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
@@ -60,7 +62,7 @@ class Product(Program):
         pointers = {"x": (TYPES[self.activation], 16), "w": (Uint8, 128), "row_scale": fp32,
                     "row_zero": word, "table": word, "token_scale": fp32, "token_sum": word,
                     "bias": (out, 2), "y": (out, 16), "work": (Float32, 16), "counters": word,
-                    "starts": word}  # fmt: skip
+                    "starts": word, "pairs": word}  # fmt: skip
         return compile_program(self, self.parameters, pointers, self.spec.architecture)
 
     # A table, for decoders that look weights up; what follows it in shared memory is rings.
@@ -217,16 +219,26 @@ class Product(Program):
         return scale, total
 
     @cute.jit
+    def two_tokens(self, given, token):
+        """`token_values` of a token and the next one, and how many pairs of rows are joined."""
+        count = Int32(0)
+        if const_expr(self.joins):  # noqa: SIM102 - known when it is compiled
+            if given.pairs.toint() != 0:
+                count = load_late(given.pairs.toint(), Int32)
+        return self.token_values(given, token), self.token_values(given, token + 1), count
+
+    @cute.jit
     def store_pair(self, given, sums, row, tokens, token, channel, end):
         """Scale, add the bias, round, transpose, and write two channels of a token.
 
         Args:
             sums: Of this lane's row and two tokens.
-            row: `row_values`; tokens: `token_values` of both.
+            row: `row_values`; tokens: `two_tokens`.
             token: That this lane stores, before `end`; channel: the first of two.
         """
         scale, zero, offset = row
-        pair = []
+        pair, lane = [], cute.arch.lane_idx()
+        joined = token - lane // 4 + lane % 4 * 2 < 2 * tokens[2]
         for c in cutlass.range_constexpr(2):
             value = sums[c]
             if const_expr(self.integer):
@@ -234,8 +246,16 @@ class Product(Program):
             factor = scale
             if const_expr(self.quantized):
                 factor = factor * tokens[c][0]
+            if const_expr(self.joins and c == 1):
+                offset = offset_of_second(offset, joined)
             pair.append(value.to(Float32) * factor + offset)
+        if const_expr(self.joins):
+            pair = added_up(pair, joined)
         word = transpose(pack2(*pair, self.out))
-        if (token < end) & (channel < given.n):
-            to = given.y.toint() + (Int64(token) * given.n + channel) * 2
+        at, whole = token, token < end
+        if const_expr(self.joins):
+            at, whole = row_of_y(token, tokens[2])
+            whole = whole & (token < end)
+        if whole & (channel < given.n):
+            to = given.y.toint() + (Int64(at) * given.n + channel) * 2
             store_global(to, [word])

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from anybit.core.rotation import block
 from anybit.kernels import reference
-from anybit.kernels.backend import CODES
+from anybit.kernels.backend import CODES, Pairs
 from anybit.kernels.triton.lang import INTERPRET, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
 BLOCKS = 8  # that a program of one warp rotates; measured on an H200
 WIDEST = 4096  # columns of a token that one program rotates and quantizes: two are faster for more
-COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing, or joins rows
+COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
 FINER = tl.constexpr(reference.FINER)
 
 
@@ -121,19 +121,25 @@ def _rotate(
     tl.store(out + at, v.to(dtype), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _token(
-    x, other, weight, vector, out, scales, sums, residual, K, X_STRIDE, OTHER_STRIDE, EPS,
-    LOW, LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
+    x, other, weight, vector, out, scales, sums, residual, pairs, K, X_STRIDE, OTHER_STRIDE, EPS,
+    LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
+    """A row of a token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
 
     SIZE > 0: then rotated, in blocks of that size. LARGEST > 0: quantized to codes, scale and sum;
-    0: stored as it is. LOW: tokens with a second row of codes. residual: gets x + other.
+    0: stored as it is. pairs: how many tokens have two rows of codes, the other for what the first
+    has rounded off; see `backend.Pairs`. residual: gets x + other.
     """
     launch_next(PDL)
-    m = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    m, second = row, False
+    if pairs is not None:  # of no kernel's making
+        two = tl.load(pairs)
+        m = row - tl.minimum((row + 1) // 2, two)
+        second = (row < 2 * two) & (row % 2 == 1)
     k = tl.arange(0, WIDE)
     w = k
     if FUSE == "norm":  # from memory, and of no other kernel's making
@@ -161,34 +167,14 @@ def _token(
         tl.store(out + m * K + k, v.to(dtype), mask=k < K)
     else:
         q, scale = _quantize(v, LARGEST, out.dtype.element_ty)
-        tl.store(out + m * K + k, q, mask=k < K)
-        tl.store(scales + m, scale)
-        if HAS_SUMS:
-            tl.store(sums + m, tl.sum(q.to(tl.int32), axis=0))
-        if LARGEST == 127 and m < LOW:  # what this has rounded off, in a row behind all tokens
+        if pairs is not None:
             rest = (_divided(v, scale) - q.to(tl.float32)) * FINER + 12582912.0 - 12582912.0
             rest = tl.minimum(tl.maximum(rest, -127.0), 127.0).to(out.dtype.element_ty)
-            m += tl.num_programs(0)
-            tl.store(out + m * K + k, rest, mask=k < K)
-            tl.store(scales + m, scale / FINER)
-            if HAS_SUMS:
-                tl.store(sums + m, tl.sum(rest.to(tl.int32), axis=0))
-
-
-@triton.jit
-def _join(y, bias, out, N, TOKENS, LOW, WIDE: tl.constexpr, PDL: tl.constexpr):
-    """`Family.join` of WIDE columns of a token."""
-    launch_next(PDL)
-    m = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    offset = tl.zeros((WIDE,), tl.float32)
-    if bias is not None:
-        offset = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)
-    after_previous(PDL)
-    v = tl.load(y + m * N + n, mask=n < N, other=0)
-    low = tl.load(y + (TOKENS + m) * N + n, mask=(n < N) & (m < LOW), other=0)
-    total = v.to(tl.float32) + low.to(tl.float32) + offset
-    tl.store(out + m * N + n, total.to(v.dtype), mask=n < N)
+            q, scale = tl.where(second, rest, q), tl.where(second, scale / FINER, scale)
+        tl.store(out + row * K + k, q, mask=k < K)
+        tl.store(scales + row, scale)
+        if HAS_SUMS:
+            tl.store(sums + row, tl.sum(q.to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -232,11 +218,11 @@ def quantize(
     norm: tuple[Tensor | None, Tensor, float] | None = None,
     sums: bool = False,
     vector: Tensor | None = None,
-    low: int = 0,
+    pairs: Pairs | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (M, K), or what comes of it -> codes (M, K), scale (M,) fp32, sums (M,) int32, residual.
 
-    low: of the first tokens, that get a second row of codes: M + low rows.
+    pairs: which tokens get a second row of int8 codes; M is the number of its rows then.
 
     gate (M, K): SiLU(gate) * x. norm: (delta, weight (K,), epsilon) for RMSNorm(x + delta) *
     weight; the residual is x + delta, or x where delta is None. sums: whether to add up the codes.
@@ -244,11 +230,11 @@ def quantize(
     of a rotation before that, where `rotates(K)`.
     """
     m, k = x.shape
-    rows = m + low
+    rows = pairs.rows if pairs else m
     out = torch.empty(rows, k, dtype=dtype or CODES[activation], device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = torch.empty(rows if sums else 0, dtype=torch.int32, device=x.device)
-    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total, vector, low)
+    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total, vector, pairs)
     return out, scale, total, residual
 
 
@@ -256,17 +242,6 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     """RMSNorm(x + delta) * weight and x + delta, all (M, K); without a delta, of x."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return out, _launch(x, out, norm=(delta, weight, eps))
-
-
-def join(y: Tensor, low: int, bias: Tensor | None) -> Tensor:
-    """`Family.join`."""
-    tokens, n = len(y) - low, y.shape[1]
-    out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
-    if tokens:
-        _join[(tokens, -(-n // COLUMNS))](
-            y, bias, out, n, tokens, low, WIDE=COLUMNS, num_warps=4, **overlap(y.device)
-        )
-    return out
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -291,7 +266,7 @@ def _launch(
     scale: Tensor | None = None,
     sums: Tensor | None = None,
     vector: Tensor | None = None,
-    low: int = 0,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Run `_token`; the residual."""
     m, k = x.shape
@@ -301,9 +276,10 @@ def _launch(
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
     wide, size = next_power_of_2(k), 0 if vector is None else block(k)
     if m:
-        _token[(m,)](
-            x, other, weight, vector, out, scale, sums, residual, k, x.stride(0),
-            0 if other is None else other.stride(0), eps, low, LARGEST=largest,
+        _token[(len(out),)](
+            x, other, weight, vector, out, scale, sums, residual,
+            None if pairs is None else pairs.count, k, x.stride(0),
+            0 if other is None else other.stride(0), eps, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "",
             HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide, SIZE=size,
             num_warps=max(1, min(32, wide // 256)), **overlap(x.device),

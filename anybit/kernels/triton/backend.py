@@ -28,6 +28,7 @@ from anybit.kernels.triton.tiles import Tile
 
 MOST_CODES = 1 << 31
 OLDEST = (8, 0)  # the first architecture with bf16 tensor cores
+joins = True  # see `Backend.linear`
 
 
 def refuse(layer: LayerSpec) -> str | None:
@@ -68,15 +69,16 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "triton")
     layout = layout_of(prepared.format, prepared.activation)
-    scale = None
+    scale = pairs = None
     if isinstance(x, Activations):
         rows, scale = x.codes.to(torch.int8 if layout.unit == 8 else x.dtype), x.scale
+        pairs = x.paired
     else:
         rows = x
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     of_layer = layout, prepared.activation, x.dtype, len(rows), *prepared.shape
-    return multiply(rows, prepared, bias, tile_for(*of_layer, rows.device), scale, x.dtype)
+    return multiply(rows, prepared, bias, tile_for(*of_layer, rows.device), scale, x.dtype, pairs)
 
 
 def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
@@ -122,10 +124,12 @@ def multiply(
     tile: Tile,
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     """x (M, K), unit stride along K -> (M, N), with the given tile.
 
     With a scale (M,), x holds codes, in int8 if the layout's unit has 8 bits and else in `dtype`.
+    pairs: `Pairs.count` of these.
 
     The tile's kernel must suit: dense takes no activation notation.
     """
@@ -145,7 +149,7 @@ def multiply(
     if prepared.activation is not None and scale is None:
         held = torch.int8 if layout.unit == 8 else x.dtype
         x, scale, *_ = activations.quantize(x, prepared.activation, held)
-    gemm.launch(x, scale, tensors, bias, y, layout, tile)
+    gemm.launch(x, scale, tensors, bias, y, layout, tile, pairs)
     return y
 
 

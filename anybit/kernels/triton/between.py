@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.attention import Batch, Scores, gathered, prompts
-from anybit.kernels.backend import HALVES, Activations
+from anybit.kernels.backend import HALVES, Activations, Pairs
 from anybit.kernels.between import AS_IT_IS, Family, Wanted
 from anybit.kernels.hopper import plain
 from anybit.kernels.kv.cache import LayerCache
@@ -20,28 +20,28 @@ class Triton(Family):
             return activation.add_norm(x, delta, weight, eps)
         codes, scale, total, x_sum = activation.quantize(
             x, wanted.activation or "", norm=(delta, weight, eps),
-            sums=wanted.activation == "int8", vector=wanted.vector, low=wanted.low,
+            sums=wanted.activation == "int8", vector=wanted.vector, pairs=wanted.pairs,
         )  # fmt: skip
         rotated = wanted.vector is not None
-        return Activations(codes, scale, total, x.dtype, rotated, wanted.low), x_sum
+        return Activations(codes, scale, total, x.dtype, rotated, wanted.pairs), x_sum
 
     def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
-        kind, vector, rotated, low = wanted
+        kind, vector, rotated, pairs = wanted
         if quantizes(up, wanted):
             made = activation.quantize(
-                up, kind or "", gate=gate, sums=kind == "int8", vector=vector, low=low
+                up, kind or "", gate=gate, sums=kind == "int8", vector=vector, pairs=pairs
             )
-            return Activations(*made[:3], up.dtype, vector is not None, low)
+            return Activations(*made[:3], up.dtype, vector is not None, pairs)
         if rotated and vector is not None:
             nothing = up.new_empty(0)
             x = activation.rotate(up, vector, False, gate)
             return Activations(x, nothing, nothing, up.dtype, rotated=True)
         return activation.silu_mul(gate, up)
 
-    def quantize(self, x: Tensor, kind: str, low: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        return activation.quantize(x, kind, sums=kind == "int8", low=low)[:3]
-
-    join = staticmethod(activation.join)
+    def quantize(
+        self, x: Tensor, kind: str, pairs: Pairs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return activation.quantize(x, kind, sums=kind == "int8", pairs=pairs)[:3]
 
     def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:
         if x.dtype not in (*HALVES, torch.float32) or not vector.is_contiguous():

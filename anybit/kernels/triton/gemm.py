@@ -31,9 +31,9 @@ TAKEN: dict[tuple[Layout, torch.dtype], float] = {}
 MOST_SUMS = 64  # of a thread, up to which it has registers for a group's sums and the total
 
 
-@triton.jit(do_not_specialize=["M", "SPLIT"])
+@triton.jit(do_not_specialize=["M", "SPLIT", "pairs"])
 def gemm(
-    x, x_scale, words, scale, grid, factor, bias, y, partial, locks,
+    x, x_scale, words, scale, grid, factor, bias, y, partial, locks, pairs,
     M, N, K, PADDED, PIECES, X_STRIDE, SPLIT,
     LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
@@ -44,6 +44,7 @@ def gemm(
     """x (M, K), y (M, N); see `layout.py` for the weight's tensors and `backend.py` for the rest.
 
     MODE: where the scale goes: "row" (the output), "partial" (a group's sum), "weight".
+    pairs: how many times two rows of x, from the first on, have one of y; see `backend.Pairs`.
     BAND: tiles of outputs that run side by side before the next tokens, to stay in the L2 cache.
     """
     tile = tl.program_id(0)
@@ -76,7 +77,7 @@ def gemm(
 
     if not SHARED:
         _store(
-            acc, x_scale, scale, factor, bias, y, n, m, M, N,
+            acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N,
             MODE, HAS_X_SCALE, HAS_FACTOR, HAS_BIAS,
         )  # fmt: skip
     else:
@@ -92,7 +93,7 @@ def gemm(
                 acc += tl.load(theirs + at)
             tl.store(locks + tile, 0)
             _store(
-                acc, x_scale, scale, factor, bias, y, n, m, M, N,
+                acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N,
                 MODE, HAS_X_SCALE, HAS_FACTOR, HAS_BIAS,
             )  # fmt: skip
 
@@ -140,7 +141,7 @@ def _piece(
 
 @triton.jit
 def _store(
-    acc, x_scale, scale, factor, bias, y, n, m, M, N,
+    acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N,
     MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -152,10 +153,23 @@ def _store(
         acc *= tl.load(factor + n)[:, None]
     if HAS_X_SCALE:
         acc *= tl.load(x_scale + m, mask=m < M, other=0)[None, :]
+    there, row = m < M, m
+    if pairs is not None:
+        two = tl.load(pairs)
+        there = there & ((m >= 2 * two) | (m % 2 == 0))
+        row = m - tl.minimum((m + 1) // 2, two)
     if HAS_BIAS:
-        acc += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
-    mask = (n < N)[:, None] & (m < M)[None, :]
-    tl.store(y + m.to(tl.int64)[None, :] * N + n[:, None], acc.to(y.dtype.element_ty), mask=mask)
+        offset = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
+        acc += offset if pairs is None else tl.where(there[None, :], offset, 0.0)
+    if pairs is not None:  # outputs of second rows are added to those before them
+        ROWS: tl.constexpr = acc.shape[0]
+        HALF: tl.constexpr = acc.shape[1] // 2
+        even, _ = tl.split(tl.reshape(m, (HALF, 2)))
+        first, second = tl.split(tl.reshape(acc, (ROWS, HALF, 2)))
+        first = tl.where((even < 2 * two)[None, :], first + second, first)
+        acc = tl.reshape(tl.join(first, second), (ROWS, 2 * HALF))
+    mask = (n < N)[:, None] & there[None, :]
+    tl.store(y + row.to(tl.int64)[None, :] * N + n[:, None], acc.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -336,8 +350,12 @@ def launch(
     y: Tensor,
     layout: Layout,
     tile: Tile,
+    pairs: Tensor | None = None,
 ) -> None:
-    """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any."""
+    """y (M, N) = x (M, K) W^T, with x's scales (M,) and a bias (N,) where there are any.
+
+    pairs: `Pairs.count`.
+    """
     words, scale, grid, factor, locks = split(layout, prepared)
     (m, k), n = x.shape, y.shape[1]
     plan = planned(layout, tile, x.dtype, x.device, m, n, k)
@@ -345,7 +363,7 @@ def launch(
     try:
         gemm[plan.grid](
             x, x_scale, words, scale, grid, factor, bias, y,
-            x.new_empty(shape, dtype=accumulator), locks,
+            x.new_empty(shape, dtype=accumulator), locks, pairs,
             m, n, k, scale.shape[1], plan.pieces, x.stride(0), plan.grid[1],
             HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
             HAS_BIAS=bias is not None, **plan.constants,
@@ -356,7 +374,7 @@ def launch(
         planned.cache_clear()
         if planned(layout, tile, x.dtype, x.device, m, n, k) == plan:
             raise
-        launch(x, x_scale, prepared, bias, y, layout, tile)
+        launch(x, x_scale, prepared, bias, y, layout, tile, pairs)
 
 
 @lru_cache(4096)
