@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anybit.kernels import attention as definition
-from anybit.kernels.attention import Batch, Scores
+from anybit.kernels.attention import Batch, Part, Scores
 from anybit.kernels.between import rms_norm
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import plain
@@ -104,9 +104,9 @@ def test_exp_is_exact_to_two_units(level: isa.Isa) -> None:
     assert floats.LEAST < -87.4  # below it, exp is zero in fp32 but for denormal numbers
 
 
-@pytest.mark.parametrize(("m", "dtype"), pairs([1, 2, 3, 4], DTYPES), ids=str)
+@pytest.mark.parametrize(("m", "dtype"), pairs([1, 2, 3, 4, 5, 7, 16], DTYPES), ids=str)
 def test_dense_products(level: isa.Isa, dtype: torch.dtype, m: int) -> None:
-    for n, k in ((37, 77), (5, 640), (130, 129)):
+    for n, k in ((37, 77), (5 + m // 5, 640), (130, 129)):
         x = random(m, 2 * k, dtype=dtype)[:, :k]
         weight, bias = random(n, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         assert dense.suits(x, weight)
@@ -161,6 +161,16 @@ def pages_of(contexts: list[int]) -> Tensor:
     return torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
 
 
+def attend(
+    q: Tensor, own: LayerCache, tables: Tensor, contexts: Tensor, longest: int, scores: Scores,
+    starts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The kernel's attention of single tokens, or of the last ones of each text."""
+    several = starts is not None
+    part = Part(tables, contexts, starts if several else contexts, 1 + several)
+    return attention.attend(q, own, part, longest, scores, torch.empty_like(q))
+
+
 ATTENDED = [  # kind of cache, dtype, heads, of the cache, their dimension
     ("model", torch.float32, 4, 2, 32, Scores(0.3)),
     ("model", torch.bfloat16, 8, 1, 64, Scores(0.2, window=30)),
@@ -189,20 +199,51 @@ def test_attention_over_pages(level: isa.Isa, case: tuple) -> None:
     batch = Batch(lengths, lengths, tables, lengths, lengths, [1] * 4, contexts, 4)
     want = definition.gathered(q.float(), wide, batch, scores)
     longest = tables.shape[1] * BLOCK
-    got = attention.attend(q, own, tables, lengths, longest, scores)
+    got = attend(q, own, tables, lengths, longest, scores)
     largest = 1 if kind == "model" else 5
     assert ((got.float() - want).abs() <= EPS[dtype] * want.abs() + 4e-6 * largest).all()
     assert want.abs().max() > 0.1
-    nothing = attention.attend(q, own, tables, lengths * 0, longest, scores)
+    nothing = attend(q, own, tables, lengths * 0, longest, scores)
     assert torch.equal(nothing, torch.zeros_like(q))  # a padded row of a batch
+
+
+@pytest.mark.parametrize(
+    ("case", "level"), pairs(ATTENDED, LEVELS, 2), indirect=["level"], ids=named
+)
+def test_tokens_of_a_text_beside_each_other_are_as_single_ones(
+    level: isa.Isa, case: tuple
+) -> None:
+    """Bit for bit, over borders of vectors, parts and windows; nothing else of `out` changes."""
+    kind, dtype, heads, kv_heads, dim, scores = case
+    own = make_cache(kv_heads, dim, kind, dtype)
+    contexts, counts = [40, 300, 3], [17, 46, 0]
+    tables, before, behind = pages_of(contexts), 2, 3  # rows of others, and padding
+    starts = torch.tensor([before, 19, 65, 65], dtype=torch.int32)
+    tokens = before + sum(counts) + behind
+    sinks = random(heads, seed=9) if kind == "model" else None
+    scores = scores._replace(sinks=sinks)
+    q = random(tokens, heads, dim, dtype=dtype, seed=5)
+    lengths, longest = torch.tensor(contexts, dtype=torch.int32), tables.shape[1] * BLOCK
+    part = Part(tables, lengths, starts, 63)
+    out = torch.full_like(q, 7)
+    attention.attend(q, own, part, longest, scores, out)
+    own_ends = [c - n + i + 1 for c, n in zip(contexts, counts, strict=True) for i in range(n)]
+    owners = [i for i, n in enumerate(counts) for _ in range(n)]
+    ends = torch.tensor(own_ends, dtype=torch.int32)
+    want = attend(q[before:-behind], own, tables[owners], ends, longest, scores)
+    assert torch.equal(out[before:-behind], want)
+    assert (out[:before] == 7).all()
+    assert (out[-behind:] == 0).all()
+    part = Part(tables, lengths * 0, starts * 0, 63)  # a step without such texts
+    assert not attention.attend(q, own, part, longest, scores, out).any()
 
 
 def test_sinks_take_a_part_of_the_weight(level: isa.Isa) -> None:
     own = make_cache(2, 32, "model", torch.float32)
     tables, lengths = pages_of([290]), torch.tensor([290], dtype=torch.int32)
     q, sinks = random(1, 4, 32), torch.tensor([-3.0, 0.0, 4.0, 60.0])
-    plain = attention.attend(q, own, tables, lengths, 296, Scores(0.3))
-    got = attention.attend(q, own, tables, lengths, 296, Scores(0.3, sinks=sinks))
+    plain = attend(q, own, tables, lengths, 296, Scores(0.3))
+    got = attend(q, own, tables, lengths, 296, Scores(0.3, sinks=sinks))
     k = own.load(tables[0, :37], torch.float32)[0][:, :290].repeat_interleave(2, 0)
     scores = torch.cat([(k @ q[0, :, :, None])[..., 0] * 0.3, sinks[:, None]], 1)
     share = 1 - scores.softmax(1)[:, -1]
@@ -214,9 +255,9 @@ def test_attention_shows_what_is_not_a_number(level: isa.Isa) -> None:
     tables, lengths = pages_of([20]), torch.tensor([20], dtype=torch.int32)
     q = torch.ones(1, 1, 16)
     own.k[tables[0, 1], 0, 3] = float("nan")
-    assert attention.attend(q, own, tables, lengths, 24, Scores(0.3)).isnan().all()
+    assert attend(q, own, tables, lengths, 24, Scores(0.3)).isnan().all()
     # Outside of the window it is not seen.
-    assert attention.attend(q, own, tables, lengths, 24, Scores(0.3, 5)).isfinite().all()
+    assert attend(q, own, tables, lengths, 24, Scores(0.3, 5)).isfinite().all()
 
 
 WRITTEN = [  # kind of cache, dtype, dimension of heads, whether they are normed
@@ -354,10 +395,10 @@ def test_workspaces_live_as_long_as_a_recording() -> None:
     own = make_cache(2, 32, "model", torch.float32)
     tables, lengths = pages_of([300]), torch.tensor([300], dtype=torch.int32)
     q = random(1, 4, 32)
-    recording = Recording(lambda: attention.attend(q, own, tables, lengths, 304, Scores(0.3)), {})
+    recording = Recording(lambda: attend(q, own, tables, lengths, 304, Scores(0.3)), {})
     want = recording.out.clone()
     more = q.repeat(40, 1, 1)  # a larger workspace, which takes the place of the first
-    attention.attend(more, own, tables.repeat(40, 1), lengths.repeat(40), 304, Scores(0.3))
+    attend(more, own, tables.repeat(40, 1), lengths.repeat(40), 304, Scores(0.3))
     recording.out.zero_()
     recording.replay()
     assert torch.equal(recording.out, want)

@@ -1,15 +1,16 @@
-"""Attention of single tokens over a paged KV cache, in the model's dtype, int8 or int4.
+"""Attention of few tokens over a paged KV cache, in the model's dtype, int8 or int4.
 
 Pages are read where they lie: a part of a context at a time, once for all query heads that share
-a K head. `combine` adds the parts up.
+a K head, and for some tokens of a text that follow each other. `combine` adds the parts up. A
+token's numbers do not depend on those beside it.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
-from anybit.kernels.attention import Scores
+from anybit.kernels.attention import Part, Scores
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
@@ -20,11 +21,15 @@ from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Val
 from anybit.kernels.native.isa import Isa
 
 ATTEND = (
-    "next", "q", "k", "v", "k_scale", "v_scale", "tables", "width", "contexts", "sums", "outs",
-    "sequences", "kv_heads", "block", "parts", "scale", "window", "cap",
+    "next", "q", "k", "v", "k_scale", "v_scale", "tables", "width", "contexts", "starts", "ends",
+    "sums", "outs", "sequences", "kv_heads", "block", "parts", "scale", "window", "cap",
 )  # fmt: skip
-COMBINE = ("next", "sums", "outs", "sinks", "contexts", "out", "rows", "heads", "parts")
+COMBINE = (
+    "next", "sums", "outs", "sinks", "ends", "out", "first", "last", "rows", "heads", "parts",
+)  # fmt: skip
 PART = 256  # tokens of a context that a thread attends to at once
+QUERIES = 16  # of a K head that a thread attends with at once, at least one token's
+MOST_TOKENS = 64  # beside each other, of any texts
 LEAST = -1e30  # a score below all others that a float can be subtracted from
 NO_WINDOW = 1 << 40
 
@@ -32,124 +37,178 @@ NO_WINDOW = 1 << 40
 def attend(
     q: Tensor,
     cache: LayerCache,
-    tables: Tensor,
-    contexts: Tensor,
+    part: Part,
     longest: int,
     scores: Scores,
+    out: Tensor,
 ) -> Tensor:
-    """Attention of one token of each sequence over what the cache holds of it.
+    """Attention of the last tokens of some sequences over what the cache holds of them.
 
     Args:
-        q: (B, heads, D), as `write` returns it.
+        q: (T, heads, D), as `write` returns it; at most MOST_TOKENS, unless all are single.
         cache: what is attended to.
-        tables: (B, blocks) int32, each sequence's blocks.
-        contexts: (B,) int32, tokens of each sequence that the cache holds.
+        part: the sequences; all of one token, if `part.longest` is 1.
         longest: tokens of the longest context that there may be.
         scores: how queries weigh keys; without a mask.
+        out: (T, heads, D), of which rows before the part's are left alone; zeros where a context
+            is empty, and behind the part's.
 
     Returns:
-        (B, heads, D); zeros where a context is empty.
+        `out`.
     """
     _, kv_heads, block, _ = cache.k.shape
-    sequences, heads, dim = q.shape
+    tokens, heads, dim = q.shape
     scale, window, softcap, sinks, _ = scores
+    several, sequences = part.longest > 1, len(part.contexts)
     parts = -(-longest // PART)
     q = q.contiguous()
-    rows = sequences * heads * parts
-    room = build.workspace(rows * 4 * (2 + dim))
+    rows = tokens * heads * parts
+    room = build.workspace(rows * 4 * (2 + dim) + 4 * tokens)
     sums, outs = room.data_ptr(), room.data_ptr() + rows * 8
-    out = torch.empty_like(q)
-    count = threads(sequences * heads * longest * dim)
-    kernel = attend_kernel(cache_of(q, cache), heads // kv_heads, softcap is not None)
-    tensors = q, cache.k, cache.v, cache.k_scale, cache.v_scale, tables
-    kernel(
-        (0, *map(pointer, tensors), tables.stride(0), contexts.data_ptr(), sums, outs, sequences,
-         kv_heads, block, parts, bits_of(scale), NO_WINDOW if window is None else window,
-         bits_of(softcap or 0.0)),
+    starts = part.starts.data_ptr() if several else 0
+    ends = outs + rows * 4 * dim if several else part.contexts.data_ptr()
+    count = threads(tokens * heads * longest * dim)
+    spec = Attend(cache_of(q, cache), heads // kv_heads, softcap is not None, several)
+    tensors = q, cache.k, cache.v, cache.k_scale, cache.v_scale, part.tables
+    attend_kernel(spec)(
+        (0, *map(pointer, tensors), part.tables.stride(0), part.contexts.data_ptr(), starts, ends,
+         sums, outs, sequences, kv_heads, block, parts, bits_of(scale),
+         NO_WINDOW if window is None else window, bits_of(softcap or 0.0)),
         count,
     )  # fmt: skip
     sinks = None if sinks is None else sinks.float()
-    combine_kernel(level(), DTYPES[q.dtype], dim, sinks is not None)(
-        (0, sums, outs, pointer(sinks), contexts.data_ptr(), out.data_ptr(), sequences * heads,
-         heads, parts)
+    last = starts + 4 * sequences
+    combine_kernel(level(), DTYPES[q.dtype], dim, sinks is not None, several)(
+        (0, sums, outs, pointer(sinks), ends, out.data_ptr(), starts, last, tokens * heads, heads,
+         parts)
     )  # fmt: skip
     return out
 
 
+@dataclass(frozen=True)
+class Attend:
+    """What the kernel is compiled for. group: query heads of a K head.
+
+    several: whether sequences may have more than one token.
+    """
+
+    cache: Cache
+    group: int
+    capped: bool
+    several: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence that are attended with at once."""
+        return max(1, QUERIES // self.group) if self.several else 1
+
+
 @cache
-def attend_kernel(cache: Cache, group: int, capped: bool) -> build.Kernel:
-    """group: query heads of a K head."""
-    f = _Attend(cache, group, capped).function
-    return build.load(ir.module([f]), [f.name], cache.isa)[0]
+def attend_kernel(spec: Attend) -> build.Kernel:
+    f = _Attend(spec).function
+    return build.load(ir.module([f]), [f.name], spec.cache.isa)[0]
 
 
 class _Attend:
     """The function under construction: a part of a context for the query heads of a K head."""
 
-    def __init__(self, cache: Cache, group: int, capped: bool):
-        self.cache, self.group, self.capped = cache, group, capped
+    def __init__(self, spec: Attend):
+        self.spec, self.cache, self.group = spec, spec.cache, spec.group
+        cache, queries = spec.cache, spec.group * spec.tokens
         self.function = f = Function("attend", [PTR])
         self.args = args = Arguments(f, ATTEND)
         self.dim, self.lanes = cache.dim, cache.isa.floats
-        self.q, self.out = (f.allocate(F32, group * cache.dim) for _ in range(2))
-        self.scores = f.allocate(F32, group * PART)
+        self.q, self.out = (f.allocate(F32, queries * cache.dim) for _ in range(2))
+        self.scores = f.allocate(F32, queries * PART)
         self.tile = f.allocate(F32, self.lanes * cache.dim)
         parts, self.kv_heads = args.number("parts"), args.number("kv_heads")
-        zero = f.integer(0)
-        longest = f.variable(zero)
+        self.heads = self.kv_heads * self.group
+        longest, most = f.variable(f.integer(0)), f.variable(f.integer(1))
         with f.loop(0, args.number("sequences")) as b:
-            context = self._context(b)
-            old = longest.get()
-            longest.set(f.select(f.compare("sgt", context, old), context, old))
+            longest.set(larger(f, longest.get(), self._word("contexts", b)))
+            if spec.several:
+                own = self._word("starts", b + 1) - self._word("starts", b)
+                most.set(larger(f, most.get(), own))
         used = (longest.get() + (PART - 1)) // PART
-        total = args.number("sequences") * self.kv_heads * used
+        tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
+        total = args.number("sequences") * tiles * self.kv_heads * used
         with f.chunks(args.address("next"), f.integer(1), total) as (unit, _):
-            part, pair = unit % used, unit // used
-            self.head, sequence = pair % self.kv_heads, pair // self.kv_heads
-            self.table = f.at(args.pointer("tables"), sequence * args.number("width") * 4)
-            context = self._context(sequence)
-            seen = context - args.number("window")
-            self.seen = f.select(f.compare("sgt", seen, zero), seen, zero)
+            part, rest = unit % used, unit // used
+            self.head, rest = rest % self.kv_heads, rest // self.kv_heads
+            tile, b = rest % tiles, rest // tiles
+            self.table = f.at(args.pointer("tables"), b * args.number("width") * 4)
+            context = self._word("contexts", b)
+            self.row, stop = b, b + 1
+            if spec.several:
+                self.row, stop = (self._word("starts", i) for i in (b, b + 1))
+                # Of a token in row r the context ends at r + self.past.
+                self.past = context - stop + 1
+                self.row = self.row + tile * spec.tokens
+                stop = f.smaller(self.row + spec.tokens, stop)
+                context = stop - 1 + self.past
+            else:
+                self.past = context - b
             self.start = part * PART
-            self.stop = f.smaller(self.start + PART, context)
-            # Whole vectors before the window are left out.
-            skipped = self.seen - self.start
-            skipped = f.select(f.compare("sgt", skipped, zero), skipped, zero)
-            self.first = self.start + skipped // self.lanes * self.lanes
-            rows = (pair * group) * parts + part  # of `sums`, for each head `parts` further
-            self.sums = f.at(args.pointer("sums"), rows * 8)
-            self.step = parts
-            with f.when(f.compare("sge", self.first, self.stop)), f.loop(0, group) as g:
-                f.store(f.constant(LEAST, F32), self.sums, g * parts * 8)
-                f.store(f.constant(0, F32), self.sums, g * parts * 8 + 4)
-            with f.when(f.compare("slt", self.first, self.stop)):
-                self._queries(pair)
-                with f.loop(self.first, self.stop, self.lanes) as t:
-                    self._fetch("k", t)
-                    with f.loop(0, group) as g:
-                        self._score(t, g)
-                with f.loop(0, group) as g:
-                    self._weigh(g)
-                with f.loop(self.first, self.stop, self.lanes) as t:
-                    self._fetch("v", t)
-                    with f.loop(0, group) as g:
-                        self._add(t, g)
-                self._finish(f.at(args.pointer("outs"), rows * (4 * self.dim)))
+            with f.when(f.compare("slt", self.row, stop)):
+                self._tile(stop - self.row, f.smaller(self.start + PART, context), part, parts)
         f.give()
 
-    def _context(self, sequence: Value) -> Value:
-        f = self.function
-        some = f.load(I32, self.args.pointer("contexts"), sequence << 2)
-        return f.cast("sext", some, ir.I64)
+    def _tile(self, tokens: Value, stop: Value, part: Value, parts: Value) -> None:
+        """Attend with some tokens of a sequence."""
+        f, args, spec = self.function, self.args, self.spec
+        self.stop, self.step, group = stop, parts, f.integer(self.group)
+        # Whole vectors before the first one's window are left out.
+        skipped = larger(f, self._seen(self.row) - self.start, f.integer(0))
+        self.first = self.start + skipped // self.lanes * self.lanes
+        first = self.row * self.heads + self.head * self.group  # of the tile's query heads
+        self.sums = f.at(args.pointer("sums"), (first * parts + part) * 8)
+        outs = f.at(args.pointer("outs"), (first * parts + part) * (4 * self.dim))
+        queries = tokens * group if spec.several else group
+        if spec.several:  # for `combine`
+            with f.loop(self.row, self.row + tokens) as r:
+                f.store(f.cast("trunc", r + self.past, I32), args.pointer("ends"), r << 2)
+        with f.when(f.compare("sge", self.first, self.stop)), f.loop(0, queries) as g:
+            at = self._place(g) * parts * 8
+            f.store(f.constant(LEAST, F32), self.sums, at)
+            f.store(f.constant(0, F32), self.sums, at + 4)
+        with f.when(f.compare("slt", self.first, self.stop)):
+            self._queries(queries, first)
+            with f.loop(self.first, self.stop, self.lanes) as t:
+                self._fetch("k", t)
+                with f.loop(0, queries) as g:
+                    self._score(t, g)
+            with f.loop(0, queries) as g:
+                self._weigh(g)
+            with f.loop(self.first, self.stop, self.lanes) as t:
+                self._fetch("v", t)
+                with f.loop(0, queries) as g:
+                    self._add(t, g)
+            self._finish(queries, outs)
 
-    def _queries(self, pair: Value) -> None:
+    def _word(self, name: str, i: Value) -> Value:
+        f = self.function
+        return f.cast("sext", f.load(I32, self.args.pointer(name), i << 2), ir.I64)
+
+    def _seen(self, row: Value) -> Value:
+        """The first token of a context that the token in a row sees."""
+        some = row + self.past - self.args.number("window")
+        return larger(self.function, some, self.function.integer(0))
+
+    def _place(self, g: Value) -> Value:
+        """Query heads between the tile's first one and its one g."""
+        if not self.spec.several:
+            return g
+        return g // self.group * self.heads + g % self.group
+
+    def _queries(self, queries: Value, first: Value) -> None:
         """Queries times the scale, and static scales of K's channels; outputs of zero."""
         f, args, size = self.function, self.args, BYTES[self.cache.dtype]
-        q = f.at(args.pointer("q"), pair * (self.group * self.dim * size))
+        q = f.at(args.pointer("q"), first * (self.dim * size))
         scale = f.splat(f.load(F32, args.address("scale")), self.lanes)
-        with f.loop(0, self.group) as g:
+        with f.loop(0, queries) as g:
+            own = self._place(g) * (self.dim * size)
             for i in range(0, self.dim, self.lanes):
-                x = read(f, self.cache.dtype, q, g * (self.dim * size) + i * size, self.lanes)
+                x = read(f, self.cache.dtype, q, own + i * size, self.lanes)
                 if self.cache.k == "static":
                     x = x * self._channels("k", i)
                 f.store(x * scale, self.q, g * (4 * self.dim) + 4 * i)
@@ -214,13 +273,13 @@ class _Attend:
                 k = f.load(kind, self.tile, 4 * (i * self.dim + j))
                 sums[i] = f.fma(q, k, sums[i])
         score = add_up(f, sums)
-        if self.capped:
+        if self.spec.capped:
             cap = f.splat(f.load(F32, self.args.address("cap")), lanes)
             double = exp(f, (score + score) // cap)
             score = cap * (f.constant(1, cap.kind) - f.constant(2, cap.kind) // (double + 1))
         tokens = f.splat(t, lanes) + _counting(f, lanes)
-        bounds = self.seen, self.stop
-        outside = [f.splat(bound, lanes) for bound in bounds]
+        row = self.row + g // self.group if self.spec.several else self.row
+        outside = [f.splat(bound, lanes) for bound in (self._seen(row), row + self.past)]
         least = f.constant(float("-inf"), score.kind)
         score = f.select(f.compare("slt", tokens, outside[0]), least, score)
         score = f.select(f.compare("sge", tokens, outside[1]), least, score)
@@ -244,7 +303,7 @@ class _Attend:
             weight = exp(f, f.load(kind, scores, t << 2) - f.splat(top, lanes))
             f.store(weight, scores, t << 2)
             total.set(total.get() + weight)
-        at = g * self.step * 8
+        at = self._place(g) * self.step * 8
         f.store(top, self.sums, at)
         f.store(f.sum(total.get()), self.sums, at + 4)
 
@@ -263,14 +322,19 @@ class _Attend:
         for total, j in zip(totals, places, strict=True):
             f.store(total, self.out, at + 4 * j)
 
-    def _finish(self, outs: Value) -> None:
+    def _finish(self, queries: Value, outs: Value) -> None:
         f, kind = self.function, vec(self.lanes, F32)
-        with f.loop(0, self.group) as g:
+        with f.loop(0, queries) as g:
             for j in range(0, self.dim, self.lanes):
                 x = f.load(kind, self.out, g * (4 * self.dim) + 4 * j)
                 if self.cache.v == "static":
                     x = x * self._channels("v", j)
-                f.store(x, outs, g * self.step * (4 * self.dim) + 4 * j)
+                f.store(x, outs, self._place(g) * self.step * (4 * self.dim) + 4 * j)
+
+
+def larger(f: Function, a: Value, b: Value) -> Value:
+    """The larger of two integers."""
+    return f.select(f.compare("sgt", a, b), a, b)
 
 
 def add_up(f: Function, rows: list[Value]) -> Value:
@@ -298,17 +362,27 @@ def _counting(f: Function, count: int) -> Value:
 
 
 @cache
-def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool) -> build.Kernel:
-    """Adds up the parts of a context."""
+def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -> build.Kernel:
+    """Adds up the parts of a context; several: of tokens from `first` on and before `last`."""
     f = Function("combine", [PTR])
     args = Arguments(f, COMBINE)
     parts, heads, size = args.number("parts"), args.number("heads"), BYTES[dtype]
     lanes = isa.floats
-    with f.chunks(args.address("next"), f.integer(1), args.number("rows")) as (row, _):
+    begin = stop = f.integer(0)
+    if several:
+        begin, stop = (
+            f.cast("sext", f.load(I32, args.pointer(name)), ir.I64) * heads
+            for name in ("first", "last")
+        )
+    total = args.number("rows") - begin
+    with f.chunks(args.address("next"), f.integer(1), total) as (unit, _):
+        row = unit + begin
         sums = f.at(args.pointer("sums"), row * parts * 8)
         outs = f.at(args.pointer("outs"), row * parts * (4 * dim))
-        context = f.load(I32, args.pointer("contexts"), row // heads << 2)
-        used = (f.cast("sext", context, ir.I64) + (PART - 1)) // PART
+        end = f.load(I32, args.pointer("ends"), row // heads << 2)
+        used = (f.cast("sext", end, ir.I64) + (PART - 1)) // PART
+        if several:
+            used = f.select(f.compare("slt", row, stop), used, f.integer(0))
         most = f.variable(f.constant(LEAST, F32))
         if sinks:
             sink = f.load(F32, args.pointer("sinks"), row % heads << 2)

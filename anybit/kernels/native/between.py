@@ -55,12 +55,13 @@ class Native(Family):
         if scores.mask is not None:  # the kernels have none
             return gathered(q, cache, batch, scores)
         n, longest = batch.decodes, batch.tables.shape[1] * cache.k.shape[2]
-        tables, contexts, *_ = batch.single
-        first = attention.attend(q[:n], cache, tables, contexts, longest, scores)
-        if n == len(batch.queries):
-            return first
         out = torch.empty_like(q)
-        out[:n] = first
+        if n:
+            attention.attend(q[:n], cache, batch.single, longest, scores, out[:n])
+        if n == len(batch.queries):
+            return out
+        if len(q) <= attention.MOST_TOKENS:
+            return attention.attend(q, cache, batch.several, longest, scores, out)
         prompts(q, cache, batch, scores, out)
         return out
 
