@@ -60,7 +60,8 @@ class Ours:
         more["exact_answers"] = bool(plus)
         llm = LLM(loaded, kv_cache=args.kv, max_running=256, prefix_caching=False, **more)
         self.engine = llm.engine
-        beside = self.engine.scheduler.beside
+        pace = self.engine.scheduler.pace
+        beside = pace.room(1, 0).tokens if pace else self.engine.scheduler.max_tokens
         print(f"ready in {time.perf_counter() - begun:.1f} s; {beside} tokens a step", flush=True)
 
     def add(self, name: str, prompt: list[int], tokens: int) -> None:

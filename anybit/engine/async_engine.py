@@ -133,6 +133,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
+            self.engine.prepared()
             while self._commands():
                 self._send(self.engine.step())
         except BaseException as error:

@@ -94,7 +94,14 @@ class Engine:
         self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
         self.served = False  # by an AsyncEngine, whose thread is then the one
+        self.prepare: Callable[[], None] | None = None  # what is still to be done before it serves
         self.ready_at = (0, 0)  # kernels and graphs there were when it was ready
+
+    def prepared(self) -> None:
+        """Do what is to be done before requests come, once."""
+        prepare, self.prepare = self.prepare, None
+        if prepare is not None:
+            prepare()
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
         """ValueError when a prompt or its parameters cannot be served."""
@@ -223,6 +230,8 @@ class Engine:
         now = time.perf_counter()
         if self.speculation is not None:
             self.speculation.timed(scheduled, now - self.begun)
+        if not self.runner.overlaps:
+            self.scheduler.timed(scheduled, now - self.begun)
         self.begun = now
 
     def _launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:

@@ -24,6 +24,7 @@ from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.kernels.attention import Batch
+from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS, Repeated, family_of
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.state import LayerState
@@ -37,6 +38,7 @@ PROMPTS = (16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, 20
 MOST_SINGLE = 256  # sequences with one token, and drafted tokens, beside prompts
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,
          torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}  # fmt: skip
+FAR = 1 << 11  # tokens of a text that shows what those before a token cost
 LONGEST = 1 << 14  # tokens of one sequence beside prompts: a single program reads all before it
 
 
@@ -193,10 +195,13 @@ class StepGraphs:
         self.written = Rows(self.sizes, largest, 0, width, block_size, device)
         self.prompts = None
         if prompts:
-            short, single = min(width, LONGEST // block_size), min(MOST_SINGLE, largest)
+            short, single = width, min(MOST_SINGLE, largest)
+            if device.type == "cuda":
+                short = min(width, LONGEST // block_size)
             self.prompts = Rows(
                 prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers
             )
+        self.heads: dict[int, tuple[Repeated, Tensor]] = {}  # recorded, and what they read
         self.pool: Any = None
         self.captures = 0
 
@@ -207,10 +212,13 @@ class StepGraphs:
 
     def replace(self, model: Decoder) -> None:
         """Go on with another model; what was captured knows the old one's memory."""
-        self.model = model
+        self.model, prepared = model, bool(self.heads)
         for rows in filter(None, (self.written, self.prompts)):
             rows.graphs.clear()
+        self.heads.clear()
         self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
+        if prepared:
+            self.capture_all()
 
     def capture_all(self, show_progress: bool | None = None) -> dict[int, float]:
         """Capture every graph, the largest first, whose memory the others share.
@@ -219,19 +227,67 @@ class StepGraphs:
             Seconds of a step that reads a prompt from its beginning, by its size.
         """
         todo, seconds = self._todo(), {}
+        if not self.written.copied:  # what is made at first use is no part of a recording
+            rows, size = todo[-1]
+            rows.fill(size, [])
+            self._forward(rows, size)
         with progress("preparing steps", len(todo), show_progress) as step:
             for rows, size in todo:
                 rows.fill(size, [])
                 self._replay(rows, size)
                 if rows is self.prompts:
-                    rows.fill(size, self._prompts_of(size, rows))
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                    self._replay(rows, size)
-                    torch.cuda.synchronize()
-                    seconds[size] = time.perf_counter() - start
+                    seconds[size] = self._seconds(rows, size, self._prompts_of(size, rows))
                 step(1)
+        if self.prompts and not self.prompts.copied:
+            head = self._record_heads(self._replay(self.prompts, self.prompts.sizes[0]))
+            seconds = {size: body + head for size, body in seconds.items()}
         return seconds
+
+    def _record_heads(self, hidden: Tensor) -> float:
+        """Record logits of hidden states such as these, alone; seconds of the smallest."""
+        record = family_of(hidden.device).record
+        for size in self.sizes:
+            given = hidden.new_zeros(size, hidden.shape[1])
+
+            pairs = None
+            if self.model.exact_answers:
+                pairs = Pairs(torch.tensor([size], dtype=torch.int32), size, 2 * size)
+
+            def work(given: Tensor = given, pairs: Pairs | None = pairs) -> Tensor:
+                with ANSWERS.within(pairs):
+                    return self.model.logits(given)
+
+            self.heads[size] = record(work, op.FUNCTIONS), given
+        return fastest(self.heads[self.sizes[0]][0].replay)
+
+    def costs(self) -> tuple[dict[int, float], float, float]:
+        """What `Pace` asks of captured steps: `plain`, `pair` and `extra`."""
+        assert self.prompts is not None
+        rows, plain = self.prompts, {n: self._seconds(self.written, n, []) for n in self.sizes}
+        few, many = rows.sizes[0], rows.sizes[-1]
+        before = min(self.model.length, rows.width * rows.block_size, FAR) - many
+        if before <= 0:
+            return plain, 0.0, 0.0
+        more = [
+            self._seconds(rows, size, self._prompts_of(size, rows, before))
+            - self._seconds(rows, size, self._prompts_of(size, rows))
+            for size in (few, many)
+        ]
+        each = (more[1] - more[0]) / (many - few)
+        if each <= 0:  # too few tokens to be seen
+            return plain, 0.0, 0.0
+        return plain, each / before, max(more[0] / each - few, 0.0)
+
+    def _seconds(self, rows: Rows, size: int, scheduled: list[Scheduled]) -> float:
+        """What a step of a captured size takes."""
+        rows.fill(size, scheduled)
+        if not rows.copied:
+            return fastest(partial(self._replay, rows, size))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._replay(rows, size)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     def launches(self) -> list[Callable[[], object]]:
         """A call for each graph, the largest first, that launches what the graph holds.
@@ -252,17 +308,29 @@ class StepGraphs:
         todo = [(rows, size) for rows in both for size in rows.sizes]
         return sorted(todo, key=lambda pair: -pair[1])
 
-    def _prompts_of(self, size: int, rows: Rows) -> list[Scheduled]:
-        """A step of a size that reads a prompt, or several where texts are shorter than that."""
+    def _prompts_of(self, size: int, rows: Rows, first: int = 0) -> list[Scheduled]:
+        """A step of a size that reads a prompt, or several where texts are shorter than that.
+
+        first: tokens before it.
+        """
         longest = min(self.model.length, rows.width * rows.block_size)
         blocks = next(len(state.k) for state in self.states if isinstance(state, LayerCache))
         out = []
         for at in range(0, size, longest)[: rows.prompts]:
             tokens = min(longest, size - at)
-            seq = Sequence("", 0, [0] * tokens, SamplingParams(), Detokenizer(None, []), tokens)
-            seq.blocks = [i % blocks for i in range(-(-tokens // rows.block_size))]
-            out.append(Scheduled(seq, 0, tokens, True))
+            end = first + tokens
+            seq = Sequence("", 0, [0] * end, SamplingParams(), Detokenizer(None, []), end)
+            seq.blocks = [i % blocks for i in range(-(-end // rows.block_size))]
+            out.append(Scheduled(seq, first, tokens, True))
         return [s for s in out if s.tokens > 1]
+
+    @property
+    def reads(self) -> bool:
+        """Whether steps with prompts run by graphs: on a CPU, if they were all recorded before.
+
+        A recording runs the step as it is, which takes much longer.
+        """
+        return self.written.copied is not None or bool(self.heads)
 
     def can_write(self, scheduled: list[Scheduled]) -> bool:
         """Whether a graph takes a step: one token for each sequence, sampled, and drafts."""
@@ -291,6 +359,19 @@ class StepGraphs:
         """Hidden states (T, hidden) of a step that reads prompts, valid until the next one."""
         assert self.prompts is not None
         return self._run(scheduled, self.prompts)
+
+    def head(self, hidden: Tensor, rows: list[int]) -> Tensor | None:
+        """Logits of some rows of what `hidden` gave, valid until the next ones.
+
+        None where no recording takes so many.
+        """
+        size = self.written.size_of(len(rows))
+        if size not in self.heads:
+            return None
+        recording, given = self.heads[size]
+        torch.index_select(hidden, 0, torch.tensor(rows), out=given[: len(rows)])
+        recording.replay()
+        return recording.out[: len(rows)]
 
     def _run(self, scheduled: list[Scheduled], rows: Rows, tokens: Tensor | None = None) -> Tensor:
         size = rows.size(scheduled)
@@ -330,6 +411,16 @@ class StepGraphs:
         with ANSWERS.within(batch.pairs(size if reads else None) if exact else None):
             hidden = self.model(tokens, self.states, batch)
             return hidden if reads else self.model.logits(hidden)
+
+
+def fastest(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of three runs: what else a CPU does is not the work's."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def prompt_sizes(tokens: int) -> tuple[int, ...]:

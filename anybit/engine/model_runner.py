@@ -19,9 +19,11 @@ from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
 from anybit.kernels.state import LayerState, Room
 
-# Sequences of a recorded step on a CPU. A larger step spends little of its time between products.
-MOST_RECORDED = 4
-STEADY = 32  # of a steady step on a GPU
+# Sequences of a recorded step on a CPU. A larger step spends little of its time between products,
+# and a recording keeps all that lies between them.
+MOST_RECORDED = 16
+RECORDED = (2, 4, 8, 16, 32)  # tokens of recorded steps with prompts
+STEADY, STEADY_CPU = 32, 4  # sequences of a steady step
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,14 @@ class ModelRunner:
         by_kernels = all(state.by_kernels for state in self.states)
         self.graphs = None
         if model.capturable and by_kernels and graphs:
-            if not self.overlaps:
+            if steady:
+                graphs = min(graphs, STEADY if self.overlaps else STEADY_CPU)
+            elif not self.overlaps:
                 graphs = min(graphs, MOST_RECORDED)
-            elif steady:
-                graphs = min(graphs, STEADY)
             size, width = room.block_size, -(-model.length // room.block_size)
             # Recurrences of several tokens run text by text, as no graph of any texts can.
-            reads = self.overlaps and not steady and not model.recurrent
-            sizes = prompt_sizes(tokens) if reads else ()
+            reads = not steady and not model.recurrent
+            sizes = (prompt_sizes(tokens) if self.overlaps else RECORDED) if reads else ()
             self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes)
         self.rows = graphs if self.graphs else 1
 
@@ -131,7 +133,9 @@ class ModelRunner:
         graphs = None if reading or adapted else self.graphs
         if graphs is not None and graphs.can_write(scheduled):
             return graphs.logits(scheduled, given)
-        if graphs is not None and given is None and graphs.can_read(scheduled):
+        replayed = None
+        if graphs is not None and given is None and graphs.reads and graphs.can_read(scheduled):
+            replayed = graphs
             hidden = graphs.hidden(scheduled)
         else:
             tokens, batch = self.prepare(scheduled, given)
@@ -147,6 +151,10 @@ class ModelRunner:
         count = len(last)
         if not last:
             return None
+        if replayed is not None:
+            logits = replayed.head(hidden, last)
+            if logits is not None:
+                return logits
         size = count
         if graphs is not None and self.overlaps:  # the head has run with as many rows
             size = graphs.written.size_of(count)
@@ -158,6 +166,7 @@ class ModelRunner:
         with ANSWERS.within(pairs):
             return self.model.logits(rows)[:count]
 
+    @torch.inference_mode()
     def replace(self, model: Decoder) -> None:
         """Go on with another model of the same shapes, on the same cache."""
         self.model = model

@@ -7,12 +7,14 @@ import torch
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Engine, Stats
 from anybit.engine.graphs import StepGraphs
-from anybit.engine.model_runner import ModelRunner
+from anybit.engine.model_runner import RECORDED, ModelRunner
+from anybit.engine.pace import Pace
 from anybit.engine.sequence import SamplingParams
 from anybit.kernels import compilations
 from anybit.kernels.ahead import Missing, build_for, collected
 
 log = logging.getLogger("anybit.engine")
+GPU_ITL = 0.02  # seconds of a step with a prompt beside texts
 WORTH = 3  # kernels for which other processes, which take seconds to start, are worth it
 
 # What samples in other ways, and what no graph takes: a prompt that is read for its own sake.
@@ -28,27 +30,31 @@ REHEARSED = (
 )  # fmt: skip
 
 
-def make_ready(engine: Engine, max_itl: float) -> None:
+def make_ready(engine: Engine, max_itl: float | None) -> None:
     """Capture all graphs, compile all kernels, and choose how many tokens of prompts go in a step.
 
     Args:
-        engine: Without requests. Elsewhere than on a GPU there is nothing to do.
-        max_itl: Seconds that a step with a prompt may take while other sequences are being written.
+        engine: Without requests.
+        max_itl: Seconds that a step with a prompt may take while other sequences are being written;
+            None: on a GPU GPU_ITL, on a CPU `pace.FACTOR` times a step without prompts.
     """
     runner, scheduler = engine.runner, engine.scheduler
-    if not isinstance(runner, ModelRunner) or runner.graphs is None or not runner.overlaps:
+    if not isinstance(runner, ModelRunner) or runner.graphs is None:
         return
     compilations.watch()
     drafter = engine.speculation.drafter if engine.speculation else None
     with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
         seconds = captured(runner.graphs)
+        if seconds and runner.overlaps:
+            least = scheduler.blocks.block_size
+            scheduler.pace = Pace(seconds, max_itl or GPU_ITL, least=least, each=scheduler.each)
+        elif seconds:
+            scheduler.pace = Pace(seconds, max_itl, *runner.graphs.costs(), each=scheduler.each)
         if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
             captured(drafter.runner.graphs)
-    if seconds:
-        scheduler.beside = max([n for n, s in seconds.items() if s <= max_itl] or [min(seconds)])
     token = engine.vocabulary - 1
     for at, (tokens, params) in enumerate(REHEARSED):
-        if tokens + 4 < engine.length:
+        if tokens + 4 < engine.length and (runner.overlaps or tokens <= RECORDED[-1]):
             engine.add(f"ready-{at}", [token] * tokens, params)
             while engine.busy:
                 engine.step()

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from anybit.engine.block_manager import BlockManager
+from anybit.engine.pace import Pace, Room
 from anybit.engine.sequence import Sequence
 
 MOST_PROMPTS = 64  # that one step begins to read
@@ -31,6 +32,11 @@ class Scheduled:
         return self.samples + len(self.draft)
 
     @property
+    def writes(self) -> bool:
+        """Whether the tokens are those of a text that is being written."""
+        return self.tokens == 1 and self.samples and self.seq.generated > 0
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether the answer needs what the model says to tokens of this step."""
         return self.seq.params.reads_prompt and self.first < len(self.seq.prompt)
@@ -41,9 +47,9 @@ class Scheduler:
 
     A step runs at most `max_tokens` tokens: one for each text being written, and the rest of the
     budget for prompts, in chunks (so a long prompt delays others by one step at most). While
-    sequences are being written, a step has at most `beside` tokens, so that the time between their
-    tokens stays short. When blocks run out, the latest arrival gives its blocks back and starts
-    over later; what it has written is kept and run through the model again.
+    sequences are being written, a step takes no more than `pace` says, if there is one, so that the
+    time between their tokens stays short. When blocks run out, the latest arrival gives its blocks
+    back and starts over later; what it has written is kept and run through the model again.
 
     each: what the only token of a sequence in a step takes of the budget.
     """
@@ -51,7 +57,7 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, max_running: int, max_tokens: int, each: int = 1):
         self.each = each
         self.blocks, self.max_running, self.max_tokens = blocks, max_running, max_tokens
-        self.beside = max_tokens
+        self.pace: Pace | None = None
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.full = False  # whether what waits has found too few free blocks
@@ -64,38 +70,30 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The next step: texts being written first, then prompts."""
         out: list[Scheduled] = []
-        budget, preempted = self.max_tokens, False
-        if any(seq.generated for seq in self.running):
-            least = len(self.running) * self.each + self.blocks.block_size
-            budget = min(budget, max(self.beside, least))
+        room, preempted = self._room(), False
         at = prompts = 0
-        while at < len(self.running) and budget >= self.each:
+        while at < len(self.running) and room.tokens >= self.each:
             seq = self.running[at]
-            tokens = min(seq.remaining, budget)
+            tokens = room.take(seq)
             while not self.blocks.grow(seq, seq.computed + tokens):
                 preempted = True
                 if self._preempt() is seq:
                     break
             else:
-                out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
-                budget -= max(tokens, self.each)
+                if tokens:
+                    out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
                 at += 1
-        while (
-            self.waiting
-            and budget >= self.each
-            and len(self.running) < self.max_running
-            and not preempted
-        ):
+        while self.waiting and len(self.running) < self.max_running and not preempted:
             prompts += 1
-            if prompts > MOST_PROMPTS:
+            if prompts > MOST_PROMPTS or room.left < self.each:
                 break
             seq = self.waiting[0]
             if not seq.blocks and not seq.params.reads_prompt:  # cached tokens run no more
                 self.blocks.match(seq)
-            tokens = min(seq.remaining, budget)
-            if not self.blocks.grow(seq, seq.computed + tokens):
+            tokens = room.take(seq)
+            if not tokens or not self.blocks.grow(seq, seq.computed + tokens):
                 self.blocks.release(seq)
-                self.full = True
+                self.full = tokens > 0
                 break
             if seq.started is None:
                 seq.started, seq.cached = time.monotonic(), seq.computed
@@ -103,8 +101,26 @@ class Scheduler:
                 self.prefix_hits += seq.cached
             self.running.append(self.waiting.popleft())
             out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
-            budget -= max(tokens, self.each)
         return sorted(out, key=lambda s: s.tokens)  # decodes first
+
+    def _room(self) -> Room:
+        """What the next step may take."""
+        texts = sum(seq.writes for seq in self.running)
+        first = next((seq for seq in [*self.running, *self.waiting] if not seq.writes), None)
+        if self.pace is None or first is None or not texts:
+            return Room(self.max_tokens, texts, self.each)
+        as_captured = all(map(captured, [first, *self.running]))
+        room = self.pace.room(texts, first.computed, as_captured)
+        room.tokens = min(room.tokens, self.max_tokens)
+        return room
+
+    def timed(self, scheduled: list[Scheduled], seconds: float) -> None:
+        """Note what a step has taken."""
+        if self.pace is not None and all(captured(s.seq) for s in scheduled):
+            texts = sum(1 + len(s.draft) for s in scheduled if s.writes)
+            self.pace.timed(
+                texts, [(s.tokens, s.first) for s in scheduled if not s.writes], seconds
+            )
 
     def ahead(self, scheduled: list[Scheduled]) -> list[Scheduled]:
         """The step after one that still runs, if the host needs no token of it for that; else [].
@@ -157,6 +173,12 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.preemptions += 1
         return seq
+
+
+def captured(seq: Sequence) -> bool:
+    """Whether graphs hold the steps of a sequence."""
+    reads = seq.params.reads_prompt and not seq.generated
+    return seq.params.adapter is None and not reads
 
 
 def foreseeable(s: Scheduled) -> bool:

@@ -164,6 +164,11 @@ class Sequence:
         """Tokens to run through the model before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
+    @property
+    def writes(self) -> bool:
+        """Whether the next step runs nothing but the token that was sampled last."""
+        return self.remaining == 1 and self.generated > 0
+
     def key(self, at: int) -> tuple[int, int]:
         """What is random about the choice of output token `at`: two numbers of 32 bits, signed.
 

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from anybit.engine.pace import mixed
 from anybit.engine.sampler import Row
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Sequence
@@ -121,11 +122,6 @@ class Costs:
 def alike(tokens: int) -> int:
     """The size of steps that take as long as one of so many tokens, more or less."""
     return tokens if tokens <= 16 else -(-tokens // 16) * 16
-
-
-def mixed(old: float, new: float) -> float:
-    """A time with a new one; what else the machine does is no reason to remember it."""
-    return old + 0.2 * (min(new, 2 * old) - old)
 
 
 class Speculation:

@@ -92,11 +92,12 @@ MaxRunning = Annotated[
     int, typer.Option(min=1, help="Sequences that run at the same time.", rich_help_panel=LIMITS)
 ]
 MaxItl = Annotated[
-    float,
+    float | None,
     typer.Option(
         min=1,
-        help="Milliseconds that a step with a prompt may take on a GPU while other sequences run, "
-        "which bounds the time between their tokens.",
+        help="Milliseconds that a step with a prompt may take while other sequences run, which "
+        "bounds the time between their tokens; default: 20 on a GPU, on a CPU 1.5 times a step "
+        "without prompts.",
         rich_help_panel=LIMITS,
     ),
 ]

@@ -181,6 +181,7 @@ def test_a_served_engine_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(Unsupported, match="at work already"):
             AsyncEngine(llm.engine).start()
         await engine.stop()
+        assert llm.engine.scheduler.pace is not None  # steps with prompts are bounded from now on
 
     asyncio.run(serve())
     step = llm.engine.step

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 import anybit
 from anybit.checkpoint.save_load import load_dense
 from anybit.engine.llm import LLM
-from anybit.engine.model_runner import MOST_RECORDED
+from anybit.engine.model_runner import MOST_RECORDED, RECORDED
+from anybit.engine.pace import Pace
+from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams
 from anybit.kernels import between
 from anybit.nn.multiplier import Multiplier
@@ -56,7 +59,7 @@ def test_tokens_are_those_of_plain_torch(
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:
     many = prompts(MOST_RECORDED + 2)
-    llm = LLM(checkpoint("llama"), max_running=16)
+    llm = LLM(checkpoint("llama"), max_running=32)
     together = [output.tokens for output in llm.generate(many, GREEDY)]
     alone = [llm.generate([prompt], GREEDY)[0].tokens for prompt in many]
     assert together == alone
@@ -92,3 +95,96 @@ def test_rotations_are_recorded(checkpoint: Checkpoint, spec: str) -> None:
     ids = torch.tensor(many[:1])
     want = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert got[0].tokens[:8] == want[0, ids.shape[1] :].tolist()
+
+
+def beside(
+    llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch, alike: bool = True
+) -> list[tuple[list[Scheduled], int]]:
+    """Steps that read a prompt while a text is written, with how often each ran the model.
+
+    alike: whether what comes of both is what comes of each alone.
+    """
+    engine, steps, runs = llm.engine, [], [0]
+    launch, forward = engine.runner.launch, engine.runner.model.forward
+
+    def counted(*args: Any) -> Any:
+        runs[0] += 1
+        return forward(*args)
+
+    def noted(scheduled: list[Scheduled], previous: Any) -> Any:
+        before, out = runs[0], launch(scheduled, previous)
+        steps.append((scheduled, runs[0] - before))
+        return out
+
+    first = prompts(1)[0]
+    long, short = replace(GREEDY, max_tokens=2 * len(prompt)), replace(GREEDY, max_tokens=5)
+    want = llm.generate([first], long) + llm.generate([prompt], short)
+    engine.scheduler.blocks.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "launch", noted)
+        patch.setattr(engine.runner.model, "forward", counted)
+        engine.add("text", first, long)
+        got: dict[str, list[int]] = {"text": [], "late": []}
+        while engine.busy:
+            for delta in engine.step():
+                assert not delta.error
+                got[delta.request] += delta.tokens
+            if len(got["text"]) == 3:
+                engine.add("late", prompt, short)
+    tokens = [output.tokens for output in want]
+    assert list(map(len, got.values())) == list(map(len, tokens))
+    assert not alike or list(got.values()) == tokens
+    return [(step, n) for step, n in steps if sum(s.tokens for s in step) > len(step) > 1]
+
+
+@pytest.mark.parametrize("kv", ["model", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-biases-tied", "qwen3", "gemma3"])
+def test_a_prompt_is_read_beside_a_text_by_recordings(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, kv: str
+) -> None:
+    """No step is run from Python, and none holds more than its pace."""
+    llm = LLM(checkpoint(name), dtype="float32", max_running=4, block_size=4, kv_cache=kv)
+    assert llm.engine.scheduler.pace is None  # a call's prompts wait for nobody
+    llm.engine.prepared()
+    graphs = llm.engine.runner.graphs
+    refused = {
+        r.refused for rows in (graphs.written, graphs.prompts) for r, _ in rows.graphs.values()
+    }
+    assert refused == {None}
+    own = Pace({size: 1 + 0.1 * size for size in RECORDED}, None, {1: 1.0})
+    monkeypatch.setattr(own, "timed", lambda *args: None)
+    llm.engine.scheduler.pace = own
+    prompt = [7 * i % 90 + 2 for i in range(120)]
+    # In few bits, a sum in another order may change a code.
+    steps = beside(llm, prompt, monkeypatch, alike=kv == "model")
+    assert {sum(s.tokens for s in step) for step, _ in steps} == {4}
+    assert len(steps) >= len(prompt) // 3
+    assert not any(runs for _, runs in steps)
+
+
+def test_a_recurrence_reads_a_prompt_at_once(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States take tokens in order, which no recording of any prompts does."""
+    llm = LLM(checkpoint("lfm2"), dtype="float32", max_running=4, block_size=4)
+    llm.engine.prepared()
+    assert llm.engine.scheduler.pace is None
+    steps = beside(llm, [7 * i % 90 + 2 for i in range(60)], monkeypatch)
+    assert [runs for _, runs in steps] == [1]
+
+
+def test_recordings_follow_new_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = checkpoint("llama-round")
+    model = load_dense(source)
+    llm = LLM(source, dtype="float32", max_running=4)
+    llm.engine.prepared()
+    graphs = llm.engine.runner.graphs
+    before = dict(graphs.prompts.graphs)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    llm.load_weights(model.state_dict().items())
+    assert set(graphs.prompts.graphs) == set(before)
+    assert not {id(r) for r, _ in before.values()} & {
+        id(r) for r, _ in graphs.prompts.graphs.values()
+    }

@@ -7,6 +7,7 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
+from anybit.engine.pace import Pace
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.engine.structured import Structured
@@ -58,9 +59,11 @@ def test_tokens_of_answers_may_take_two_of_a_step() -> None:
     assert run(scheduler) == {"a": 6, "b": 6, "c": 6}
     scheduler.add(text("d", 25))
     assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 14}
-    scheduler.beside = 4  # each that runs writes, and a block of a prompt is read
-    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 6}
-    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 5}
+    # Each that runs writes, and a block of a prompt is read.
+    scheduler.pace = Pace({4: 0.0}, 1.0, least=BLOCK, each=2)
+    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 4}
+    scheduler.pace = Pace({14: 0.0}, 1.0, least=BLOCK, each=2)
+    assert run(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 7}
     scheduler = Scheduler(BlockManager(60, BLOCK), 4, 7, each=2)
     for name in ("a", "b"):
         scheduler.add(text(name, 6))

@@ -210,9 +210,7 @@ def test_attention_over_pages(level: isa.Isa, case: tuple) -> None:
 @pytest.mark.parametrize(
     ("case", "level"), pairs(ATTENDED, LEVELS, 2), indirect=["level"], ids=named
 )
-def test_tokens_of_a_text_beside_each_other_are_as_single_ones(
-    level: isa.Isa, case: tuple
-) -> None:
+def test_tokens_of_a_text_beside_each_other_are_as_single_ones(level: isa.Isa, case: tuple) -> None:
     """Bit for bit, over borders of vectors, parts and windows; nothing else of `out` changes."""
     kind, dtype, heads, kv_heads, dim, scores = case
     own = make_cache(kv_heads, dim, kind, dtype)

@@ -87,9 +87,10 @@ def attend(
 
 @dataclass(frozen=True)
 class Attend:
-    """What the kernel is compiled for. group: query heads of a K head.
+    """What the kernel is compiled for.
 
-    several: whether sequences may have more than one token.
+    group: query heads of a K head. capped: whether scores have a soft cap. several: whether
+    sequences may have more than one token.
     """
 
     cache: Cache
@@ -124,14 +125,17 @@ class _Attend:
         parts, self.kv_heads = args.number("parts"), args.number("kv_heads")
         self.heads = self.kv_heads * self.group
         longest, most = f.variable(f.integer(0)), f.variable(f.integer(1))
+        there = f.variable(f.integer(0))  # sequences up to the last one that has tokens
         with f.loop(0, args.number("sequences")) as b:
-            longest.set(larger(f, longest.get(), self._word("contexts", b)))
+            context = self._word("contexts", b)
+            longest.set(larger(f, longest.get(), context))
+            there.set(f.select(f.compare("sgt", context, f.integer(0)), b + 1, there.get()))
             if spec.several:
                 own = self._word("starts", b + 1) - self._word("starts", b)
                 most.set(larger(f, most.get(), own))
         used = (longest.get() + (PART - 1)) // PART
         tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
-        total = args.number("sequences") * tiles * self.kv_heads * used
+        total = there.get() * tiles * self.kv_heads * used
         with f.chunks(args.address("next"), f.integer(1), total) as (unit, _):
             part, rest = unit % used, unit // used
             self.head, rest = rest % self.kv_heads, rest // self.kv_heads
@@ -374,8 +378,8 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
             f.cast("sext", f.load(I32, args.pointer(name)), ir.I64) * heads
             for name in ("first", "last")
         )
-    total = args.number("rows") - begin
-    with f.chunks(args.address("next"), f.integer(1), total) as (unit, _):
+    count = args.number("rows") - begin
+    with f.chunks(args.address("next"), f.integer(1), count) as (unit, _):
         row = unit + begin
         sums = f.at(args.pointer("sums"), row * parts * 8)
         outs = f.at(args.pointer("outs"), row * parts * (4 * dim))
