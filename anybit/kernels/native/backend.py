@@ -106,7 +106,8 @@ def prepare(
     if fmt.hashed:
         row, (words,) = packed.grid["scale"].float().flatten(), fmt.tables().values()
         none = torch.empty(0, dtype=torch.float16)
-        layout = torch.tensor(WHOLE), Steps(fmt.hashed).lay_out(packed), none, none, row, words
+        codes, words = Steps(fmt.hashed).lay_out(packed), Steps.stored(words)
+        layout = torch.tensor(WHOLE), codes, none, none, row, words
         return Prepared(fmt, packed.shape, activation, layout, dtype)
     try:
         table = probing.probe(packed)
@@ -223,7 +224,7 @@ def _product(
     bits, _, group, number, *_, wide = facts
     form = probing.FORMS[number]
     vectors = _is_vectors(fmt)
-    whole = m <= FEW and not (vectors or fmt.hashed)
+    whole = m <= FEW and (fmt.hashed is not None or not vectors)
     operand = _operand(facts, activation, dtype, level, whole)
     one = _codes(facts, dtype)
     codes: Coded = one

@@ -430,12 +430,12 @@ def chosen(f: Function, found: list[Value], at: Value, bits: int) -> Value:
 
 
 def loaded(f: Function, memory: Value, at: Value, kind: str) -> Value:
-    """Numbers of 32 bits at indices, one after the other from memory."""
-    count = ir.lanes(at.kind)
+    """Numbers of 16 or 32 bits at indices, one after the other from memory."""
+    count, shift = ir.lanes(at.kind), 1 if kind == I16 else 2
     total = Value(f, "poison", vec(count, kind))
     for i in range(count):
-        place = f.cast("zext", f.lane(at, i), ir.I64) << 2
-        one = f.load(kind, memory, place, align=4)
+        place = f.cast("zext", f.lane(at, i), ir.I64) << shift
+        one = f.load(kind, memory, place, align=1 << shift)
         total = f.emit(
             f"insertelement {total.kind} {total.text}, {kind} {one.text}, i32 {i}", total.kind
         )

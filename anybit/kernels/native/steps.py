@@ -3,11 +3,11 @@
 In a tile of 16x16 a lane holds 8 weights that follow each other, 4 of row r and then 4 of row
 r + 8, in columns c, c + 1, c + 8 and c + 9 (`core/tiles.py`). So the lanes of both rows lie
 together, and a state's bits are those of its own lane and of one or two before it: of the same
-rows, or the last ones of the rows above. Every lane of a vector decodes four weights.
+rows, or the last ones of the rows above. A word of 16 bits decodes four weights of a lane.
 
     (N / 16, 8 pairs of rows, blocks of 512 columns, planes, 128 lanes)
 
-where planes of 16 and 8 bits, or one of 32, hold the 8 * rate bits of a lane.
+where planes of 16 and 8 bits hold the 8 * rate bits of a lane, low ones first.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ from torch.nn.functional import pad
 from anybit.core import tiles
 from anybit.core.packed import Packed
 from anybit.kernels.native import decode, instructions, ir, memory
-from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Function, Value, vec
 from anybit.kernels.native.operand import BLOCK, Operand
 from anybit.kernels.native.rows import Signed
 
 LANES = 4  # of a row in a tile
-PLANES = {1: (8,), 2: (16,), 3: (16, 8), 4: (32,)}  # bits of a lane, low ones first
-DTYPES = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
+PLANES = {1: (8,), 2: (16,), 3: (16, 8), 4: (16, 16)}  # bits of a lane, low ones first
+DTYPES = {8: torch.uint8, 16: torch.int16}
+ROWS = 256  # words of a half of the table
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Steps:
         parts = [
             f.shuffle(some, some, order[i : i + lanes]) for i in range(0, operand.codes, lanes)
         ]
+        if operand.kind == "fixed":
+            return [f.cast("sext", part, operand.vector) for part in parts]
         if operand.whole:  # whole numbers from -128 on
             if operand.kind != "s8":
                 parts = [part ^ 128 for part in parts]
@@ -84,6 +87,11 @@ class Steps:
         out = memory.empty(n // 2, blocks * self.block_bytes())
         return out.copy_(torch.cat(planes, 2).flatten(1))
 
+    @staticmethod
+    def stored(table: Tensor) -> Tensor:
+        """The format's table as halves (2, ROWS) int16: of words, or of neighbours."""
+        return table.view(torch.int16).view(ROWS, 2).T.contiguous()
+
 
 Coded = decode.Codes | decode.Vectors | Signed | Steps
 
@@ -92,22 +100,25 @@ class Lookup:
     """The table, and the rows that are being decoded."""
 
     def __init__(self, f: Function, steps: Steps, operand: Operand, where: Value):
-        """where: 256 words of the table."""
-        self.code, self.isa, self.where = steps.code, operand.isa, where
-        self.lanes = self.isa.floats
-        self.parts: list[Value] = []
-        if self.isa.bits == 512:
-            kind = vec(self.lanes, F32)
-            self.parts = [f.load(kind, where, i) for i in range(0, 1024, 4 * self.lanes)]
+        """where: the table, see `Steps.stored`."""
+        self.code, self.where = steps.code, where
+        self.lanes = operand.isa.bits // 16
+        self.parts: list[list[Value]] = []
+        if operand.isa.bits == 512:
+            kind, size = vec(self.lanes, I16), 2 * ROWS
+            self.parts = [
+                [f.load(kind, where, half + i) for i in range(0, size, 64)] for half in (0, size)
+            ]
         self.known: dict[tuple[str, int], Value] = {}
 
     def begin(self, f: Function, row: Value, above: Value) -> None:
         """Decode this row; above: bytes from its lanes to those of the rows above."""
-        self.second, self.above = f.compare("ne", row & 8, f.integer(0)), above
+        second = f.cast("trunc", f.integer(0) - (row >> 3 & 1), I16)
+        self.second, self.above = f.splat(second, self.lanes), above
 
     def columns(self, f: Function, block: Value, first: int, count: int) -> Value:
         """int8 of `count` columns of a block."""
-        size = 4 * self.lanes
+        size = LANES * self.lanes
         parts = [
             self._chunk(f, block, i) for i in range(first // size, -(-(first + count) // size))
         ]
@@ -125,68 +136,81 @@ class Lookup:
         return self.known[key]
 
     def _decoded(self, f: Function, block: Value, chunk: int) -> Value:
-        code, n = self.code, self.lanes
-        z = self._bits(f, block, chunk)
-        words, signs = self._step(f, z)
+        code, (word, above) = self.code, self._bits(f, block, chunk)
+        pairs = self._step(f, word)
         if code.width == 2:  # the last one's bits are the lowest
-            others = self._step(f, z >> 2 * code.rate)
-            words, signs = (
-                last << 16 | first & 0xFFFF
-                for last, first in zip((words, signs), others, strict=True)
-            )
-        kind = vec(4 * n, I8)
-        negative = f.compare("slt", f.bits(signs, kind), f.zero(kind))
-        values = f.bits(words, kind) ^ f.cast("sext", negative, kind)
-        tile = [4 * (j % 8 // 2) + j // 8 * 2 + j % 2 for j in range(tiles.SIDE)]
-        order = [start + j for start in range(0, 4 * n, tiles.SIDE) for j in tile]
-        return f.shuffle(values, values, order)
+            bits = 2 * code.rate
+            pairs = self._step(f, word >> bits | above << 16 - bits) + pairs
+        tile = vec(self.lanes // LANES, I64)  # columns 0 to 7, and 8 to 15
+        low, high = (f.bits(pair, tile) for pair in pairs)
+        count = ir.lanes(tile)
+        both = f.shuffle(low, high, [i for j in range(count) for i in (j, j + count)])
+        return f.bits(both, vec(LANES * self.lanes, I8))
 
-    def _step(self, f: Function, z: Value) -> tuple[Value, Value]:
-        """Words of the states in the low halves, whose low half is of two weights, and signs."""
-        code = self.code
-        h = (z & 255) * code.low + (z >> 8 & 255) * code.high
-        word = self._look(f, h >> 7 & 255)
-        if code.width == 2:
-            word = f.select(f.compare("ne", h & 2, f.zero(h.kind)), word >> 16, word)
-        return word, h * code.spread
+    def _step(self, f: Function, state: Value) -> list[Value]:
+        """Pairs of neighbours of each state: bytes of words."""
+        code, kind, n = self.code, state.kind, self.lanes
+        h = (state & 255) * code.low + (state >> 8) * code.high
+        signs, low = [h * (code.spread & 0xFFFF)], f.constant(code.spread & 0xFFFF, vec(n, I32))
+        if code.width == 4:
+            product = f.cast("zext", h, low.kind) * low
+            signs.append(f.cast("trunc", product >> 16, kind) + h * (code.spread >> 16))
+        out = []
+        for pair, sign in zip(self._look(f, h), signs, strict=True):
+            values, minus = (f.bits(some, vec(2 * n, I8)) for some in (pair, sign))
+            negative = f.compare("slt", minus, f.zero(minus.kind))
+            out.append(values ^ f.cast("sext", negative, values.kind))
+        return out
 
-    def _bits(self, f: Function, block: Value, chunk: int) -> Value:
-        """The bits of each lane up to the row's own last ones, the last one lowest: 32 or fewer."""
+    def _look(self, f: Function, h: Value) -> list[Value]:
+        """Words of the table: of steps of four weights from both halves, of two from either."""
+        at, other = h >> 7 & ROWS - 1, f.compare("ne", h & 2, f.zero(h.kind))
+        if self.parts:
+            found = [
+                decode.chosen(f, instructions.look_up_words(f, half, at), at, 8)
+                for half in self.parts
+            ]
+            return found if self.code.width == 4 else [f.select(other, found[1], found[0])]
+        if self.code.width == 2:
+            return [decode.loaded(f, self.where, at + ((h & 2) << 7), I16)]
+        return [decode.loaded(f, f.at(self.where, half), at, I16) for half in (0, 2 * ROWS)]
+
+    def _bits(self, f: Function, block: Value, chunk: int) -> tuple[Value, Value]:
+        """The string of bits that ends in each lane's row: its last 16, and those above them."""
+        rate, kind = self.code.rate, vec(self.lanes, I16)
         own = self._lanes(f, block, chunk)
         other = self._lanes(f, f.at(block, self.above), chunk)
-        size = 8 * self.code.rate
 
         def before(count: int) -> Value:
-            """What is so many lanes before each."""
-            at = range(self.lanes)
-            return f.shuffle(
-                own, other,
-                [i - count if i % LANES >= count else self.lanes + i + LANES - count for i in at],
-            )  # fmt: skip
+            """The lowest plane of what is so many lanes before each."""
+            size = PLANES[rate][0]
+            tile = vec(self.lanes // LANES, f"i{LANES * size}")
+            a, b = (f.bits(lanes[0], tile) for lanes in (own, other))
+            moved = a << count * size | b >> (LANES - count) * size
+            return f.cast("zext", f.bits(moved, own[0].kind), kind)
 
-        last, first = own, own >> size // 2
-        for count in (1, 2) if size == 8 else (1,):
-            some = before(count)
-            first = first | some << count * size - size // 2
-            if size < 32:
-                last = last | some << count * size
-        return f.select(self.second, last, first)
+        words = [f.cast("zext", plane, kind) for plane in own]
+        if rate == 1:
+            words = [words[0] | before(1) << 8, before(2)]
+        elif rate == 3:
+            words = [words[0], words[1] | before(1) << 8, before(1) >> 8]
+        else:
+            words.append(before(1))
+        skip, down = divmod(4 * rate, 16)  # of row r, what is before the bits of row r + 8
+        found = []
+        for at in range(2):
+            low, *high = words[at + skip : at + skip + 2] or [f.zero(kind)]
+            first = low >> down
+            if high and down:
+                first = first | high[0] << 16 - down
+            found.append(first ^ (first ^ words[at]) & self.second)
+        return found[0], found[1]
 
-    def _lanes(self, f: Function, block: Value, chunk: int) -> Value:
-        """The bits of a vector of lanes."""
-        at, low, total = 0, 0, None
+    def _lanes(self, f: Function, block: Value, chunk: int) -> list[Value]:
+        """The planes of a vector of lanes."""
+        at, planes = 0, []
         for size in PLANES[self.code.rate]:
-            kind = vec(self.lanes, {8: I8, 16: I16, 32: I32}[size])
-            part = f.load(kind, block, at + chunk * self.lanes * size // 8)
-            part = f.cast("zext", part, vec(self.lanes, I32)) << low
-            total = part if total is None else total | part
-            at, low = at + BLOCK // 4 * size // 8, low + size
-        assert total is not None
-        return total
-
-    def _look(self, f: Function, at: Value) -> Value:
-        """Words of the table at indices."""
-        if self.parts:
-            found = instructions.look_up_floats(f, self.parts, at)
-            return f.bits(decode.chosen(f, found, at, 8), at.kind)
-        return decode.loaded(f, self.where, at, I32)
+            kind = vec(self.lanes, {8: I8, 16: I16}[size])
+            planes.append(f.load(kind, block, at + chunk * self.lanes * size // 8))
+            at += BLOCK // 4 * size // 8
+        return planes
