@@ -11,7 +11,7 @@ So on a GPU the hash's bits are the address of a word, or of half a word, of whi
 shared memory has a copy (`hash & 0x7F80 | lane << 2`, with `& 0x7F82` for halves). A step of 2 bits
 and four weights is a byte, as is one of 4 bits and two, so a state is two bytes as they lie.
 
-`benchmarks/look_tables.py` trains the tables on Gaussian numbers.
+`benchmarks/look_tables.py` searches the constants and trains the tables, on Gaussian numbers.
 """
 
 import base64
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 # See `trellis.GAINS`.
-GAINS = (1.16, 0.97, 0.94, 0.85)
+GAINS = (1.16, 0.97, 0.94, 0.87)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Look:
     Attributes:
         width: Weights of a step.
         low: What a state's low byte is multiplied by.
-        high: What its high byte is; the two add up to at most 257.
+        high: What its high byte is; the two add up to at most 256.
         spread: What the hash is multiplied by for signs.
         packed: 256 words of four int8, or 512 halves of two, in base 85.
     """
@@ -67,57 +67,57 @@ def numbers(states: Tensor, rate: int) -> Tensor:
 
 
 FOUR = (
-    "1P>($APPo8`V<NQE(Qw|2P6$bFAxL-Azn=^Fb{AM83+mr{tgx<69o$%EC?DR7H|y;E?O`MGCo@wEEO(301yxpLo_8X75"
-    "^+86eT5A0tp2fO$;;&5DE`2HUkw26CD)|4k-l)5l15$EI>CW5)&l>ViOfoBmN2o30fZy4;FeHNFW^`Dl82X3<U!-AtE{"
-    "hH+dK!6a^j!5DpS>1~5TB4FyCA3M&601_Bu<AV@F~K^tf`2QEY<9{vth2^9)HIU^TK9W_W67CjGYSPl~gH8m3s8V(&6c"
-    "M%U4GA|S~M+_)6J_;ZQ4GI`U5<(0d5=Tc;G!_OaG8+UROk6e|8U!LXG7B#Z03R_!11cdA2?s764;l>*AO#Z~SThJG4hm"
-    "TX6Colk4l*$q1tcOGBn&JbHxe5K1r-@XWHAyA5Fj)V3JwGbTn7;?Bl;0M3KTj4^G{qH6BY?45*7^?78eEv9}`*_AS($6"
-    "8a@&*3ppW69bF0^J_rXeBNa6w7Ys=u9|{``9VARBHwqFgRvi)$3pF(XB_ksnQx7H^3qT4>9S#N=9y$>u4i-2X7zjfW8y"
-    "_+Y2qz;53L6Gn2pcgO0}e_c4<bMk9v(0{7z_eB79tHDJSz$$4+AYt`ZotO5HlhJK_OEJ6)0;(2s|P)A3YlhIV2YeA`}e"
-    ")LlZz;2MiDbBo$HpIT;RZ2>=aE843*-@N^q32vaXB0zVTSF9Rq%5C;+q3kozi8y_krBRmNo02o^oARibOC{_wRGA0`!C"
-    "{hj$RS#4YF+&I&9V`SE8X+rw5+x8QFA^ahGC>CdF&hpO5+xHp3qU#_EEEMi8cQ2JKodMF4pIpSN*)9{9uON11T+l~Aub"
-    ";d2UG|x3;Zu35D_6P9zh}+`V;{nJ3a|FaXTd-5*934TR{~}9{ed0BMlWNArJ@$6arp27Bp%La1t~TD<nluMk^B#{wV_v"
-    "A}<XDIU)rP0T&4^Bq0kmNB#u~3o;}k3I;tfA|MJX6mm8YAs87aOClmVF9=H_0U9I?2nsd|4hJg)4kr;H8YT!jH6uGI0w"
-    "p0VG#Wn_OF0b-AQLJAPA4%5H&GxjFD57uPFoEW3q&3VCo(|w5Fb%8IxsI48v_9*5hNB0BP}I42mTocA08G42rf(pI|>*"
-    "b1_B8UAsr1;Jx3o8G5|vfDK-mDBsw@eI!G#9U=ctz4=f2T|3U^1BNQA!Q4a(g2@N1C5F!;2G7>BV3LP>p4Ng7?J^~L+P"
-    "eDWpB@s3cJ_sWlFc2SB2n!(<5)e&e2@?quPc%a>5E2(7G6w(~F9bL)6lEP#3oQ=`7CsF9F*Gd!Iv4{AAT25-"
+    "{|qMr9tc83`V0yPE(R122_+6lGY|#;8Cpv<EfjGL7!4K-1N|5y4hje*ECd)O7g-PuE?GMfGCf@wBoZ|@{}&SrMmH%b76C3"
+    "75hNc;1quf#Q3@^x5)KV8FaZ+@78)H43?>Bw3qd0vFF7|O7Z)4^ViX%zApr;m0bd&o4ibADM;{j(DliTg3<U-@BqKfzLU9"
+    "=^82%dr7!MJ73okxB3j{#~3Mc#{1PmN69!V|@Nf>J^1~Nz=8Vm+j4H^YLEE*6?8Z}267(EbeQw<aaFg+Rw91j*6aSIX>EH"
+    "4W^Ne&}4ISMBK1Pl^H9!d!z6+cN-G7SbRH5>pST2eF?8UiFXFAOmX0u(hy1Th~B1qv-75+DQ(BmNB?Ts{vi3<+Bc4I?Km2"
+    "{ADq03;k2BMdGZI1?EM2NN4XVkr<03mq&L2o4DhV-FBBA^;ad6&E!J?NVSB6&4I7AQ=Z277qvnCJ<UEC?pOG7dsR!4>%@O"
+    "A!76xJqG_TA`(0x69-Bo83rH@9wAI4G!PgsRU8cs3^y|dB_t;qQ3xR&4Mhx45(o$nB{dl<4H-EZ7zaKS86znZ3L+j11QrW"
+    "l3LGpQ01r(b2_ZiW9w0M39tr|B6(SKGIV2A%6aOVy|1}0U3@{}HJ{wU78Y*o;1wA7<CPN$zI3pGg8x#iuLK90+2MrGcArw"
+    "#nJR1^g5d{oL8w&~?5`GgN2Ua8{20aiSGyo<r2niAs3<fYd8yhGmAvp#h3L01w9Uv1FAzlnZE+Zu#Gh!A8Qw~lNI7I{>B`"
+    "*gN8z3}#2q6(DI1(ZrI6?&iEFu;S5hfQm4M#g6Ef@+o8a@m^N*pvD4NnFLOCSF{9S;~81~&>288jaZ22%$s2LUP^5fL9O9"
+    "77x%`xF5bJVgvTek~jz3>Pk2Q9l<}9|I^1APN^OBo_+`4hLB~5in^GZyP!hFB&#lL@f>;11kv>A~FmJIw%7R2pI_|C?X6n"
+    "MgRm27das(3<^6fAsq@Q7IZokAsHPfN+KaPG6+l|1Rp5~1q?V24ht*?5-AWK7bgZcHY7wa2Ph*fI}SY=O*0h-92GDDNhUD"
+    "_Fj68aA}cEfS5glT4o4sfB{V|(4kS%8JSQv@A_4;!5iS!AE-EQK1q2ubB^(n03oA(iJ_;2V3<U=j93T)?K0X{8ECNObF)<"
+    "WL96&QSGfFT~Uk^Jp5HAKQ2S5!CBpM+;QVs?n4i6tJ5F{23Fc>Nb3mh~q3Qax-JOc|(OFc^tC=xUiHVGpaI0__B3=1C;5)"
+    "x8g2NDPrPdZ3C3k??^Fb)J6G72^`4`m}s4J`=>7(NIGHaRZ_Jr)HFBrY=}"
 )
 THREE_BITS = (
-    "0uUJk8Vfr<0}BWTAOjc=2p|zTCJq4w7E(bg9}!yx5(^6r0{;*n3IPHdA_Es46Hg5T5mYb<CM`V_AQmw$01^!gI5H(K75"
-    "pU=8W|%+2?GThO$;;$3lRw+EC3z~5E>H-3nB^t3OOMeDK9M_4HOpvRuC0p695Dg0aP9c1PEp#J|7SqA}kOT2LA*n93(O"
-    "aJa!8$4+RwkED9fM6Cyb>69PE|{~`Vz1q2f#8b2fqQ!Hgd3@0`h8UYJN3K#}EC>;(z7ArRv4=E5!L=6rGEie`Z91ac>W"
-    "(flkFewT)LkJ@%E(ah21_u#897PTeB|S7iD-QuAD<1<KRa`R^8VDaWB@rkI1{Nwn10){=2MR0|6&M2#7yu9#O*#l43ky"
-    "jR5F{li6Dubh10Nd?9StWHF%TLD1rilESso4#4H_m72?hrROavA&9RU<M5)>>31Xx@a3K9w%7ZU>!6%Ypo5)V))A0H70"
-    "6fqYo4KN%>8C(A(Hw*+W9uhPj6$wHc7Yq^z6cs=mEfEbVPahEr4KOVNAR`|ULJcM#3PA=#3<m}cBQO{x3l%RE7y~*F6C"
-    "WlI1sxp&0}}{H1sN|H{|rhV4kS1W7#=M<6$k(?6&DQ|H695k5CJJm1T6wA3Me84JPJYs5*u4I4KW-rAT}5fFC!8S6A}j"
-    "lI2Jcd2?z}X9STSOISLA15dIQ76$k|w5`G6a06`xX1T6^~C;=rd00;*U3<WSS8XGDl8Z-|X0uN3Z7akK3BUlGCCL|vbB"
-    "2EqtN)J5_H986#8z~A3AR8`X3K|O`EfyUXDmDWJBp?zB5+xNb4mm9nD;EPb7D56(Jry(?2ulM2Jskry7Y-H{1}O^?7%C"
-    "hH22BDW1OO!*4-OM18#f*o{R{&VJT(h7c`zvs5E3d<M=T>j9|I)|9Saa3AQlP=5(Pv$2Q5?vcMmZN9~Cl7J1Y+r10@F("
-    "94QY1C?o+202u@xB^?YZJ^%m&6EGqk2m(4JAsh}R25LA18yFcMKPnh6AO}Dj1{@s-2M8|;2n;6%3m^_16(a{OFCR7`2_"
-    "PdSDi=2yNG%cv7ZoW1FeoPjJVqQO9w#INQb+;>6h0yg9VjsW6Bk1yFC-`v7ytqn6(JA{A1o&{0s#&I8y^z{5Gq6jFbWb"
-    "B0R;dQ92XZyFE<+<CjC4GGARc;AUHBHFFqwYRR%aE1SbL~05=8;9~dA#M-vGZ2@V_~6dn@{CKn_J3>h^k1xGRgHUb1hL"
-    "rF9R9|$oGBnKT6B@7iu2?-bs2L(M@0SW^aK{Z4o2@Vb!B@Y1>A_y-f4^$gC3Mvf*5Hth=DlRDjFA@R`9Vadw"
+    "0uLMk8VW!_0tg8QBM24{2_zFdB@qPz6H-DiB@kN(6blUv{s9gk2L%KfB?1{A4^s~V7gjI`BQZS~AQdq(1QHMmJvAmL696a"
+    "^7#}4_2nGWjNDDLu2@eb?DgYb|5f>5)4<iWy2|6GfEG{V|4HOpuRSq9)5(5Pg1XLUc1Po^(Kp_(xCoK{b1popp9V9XYICK"
+    "pz4gnSeEeR205+OD=4+1;{03iV%1qT%<8a^irS1VaH3nx1i8UYGM3>E`CDjO0)6)QRw4=ol;K@biICo~lY84nQ@XA1@rF)"
+    "0Z(MhGJ+E(sz61_lm19zP5gB|bDkDi8!DE*%0KSzI&|8v`IUB@8PD1sE<s10@{@1q&-178(T&82}6zOFIi73kymU6C)-m6"
+    "Dukh10fj`APglIGZGsH2@w`LS|AV&3?3#C1_=fUPXrb-9|99S5)dr}0b5-a4HF3)7!m~(6cYso6%bD(A0iJ16fhVm4l)}^"
+    "9$W$=H46bT9uYJi5eGyV6$}>)6d6PxFAxqaPaY5t4KOhSA|oFYM+_z$3qlA$4hRPgA21gu3>YvL7z8;B6(S`M1s@y+0~ZN"
+    "P1{p6G{|-tX4JA4c8yzb-6bAw^6dVf{Gam^h7X2tn0W1P33nw81KMY3$793|l2{jlmA~+fhFeMTW77+;mI2tre1_%uTAPP"
+    "nRHxCP35CIKB6$S(s5q=0Y|3V-b0xk_3Dgh!d0|*Ka4h1eR7#%7h9W)IW1QJpg92^xCAy)=8C?p^fB1{hpP7gm0H$Dp;At"
+    "?t6ARI1W2pkL`D-j<PEj9rFBp?(D6DAZc4mU3nDHsGa7eWI+Ko&3^2~7k8JRAZ!7!DK?2`vZ|8ZI9S15E-V0s<x+3=tJ28"
+    "aN*o01g2bIyDV5cq=Ur6cZ~`J})9Y9s(o^9SRa49Tp4;5(h~*1T0eqc?>oQAQd%HI4Kht0VV|$94rb0DI^9C0v7}xBOVGX"
+    "JOKa(6f+<o3kE(VARP@R2WvY99T*rOMJX3E9|}7i1sxv*2?#L@3kxI!4I&O179<8PFd;P{2_7URFBCWyMk^2w8xbf3HYF$"
+    "oJx3iR9VI6QQb+*@7C<2kA1yEf6c|DxGbbt)76Jhk5hN1|9xEm`0s#*J932z{4JtqdF%1$J1OWvU9vB=;H#iy>A_6`IF)$"
+    "4{9X2g7EkP(iUIR8N1}6j}0yzW>9Ty@&NfZYb2@V=16CM-`C=(<I4IeQm0!KCfHvk4hMM^mdBMC4LDGMDFEC>}y2nrbu3I"
+    "jr001E{ZO)o$x4Gs_*CJ+M_A_p=m4^9|32q_B%4mSk@DJ?1jG8zC3A1Evy"
 )
 FOUR_BITS = (
-    "0uLPn83#Z>0165SA_x`_2qY0ZB@+b!6je$lBoA8&6A26s0RRsm3I+rkBmo&74pa>T8CEU{BQQN19}_Y$01*!fIy5LL7X"
-    "K?07$77?1qA^dN(eUw3=aw>DE%1>6&Mo@4j~K!2|6GfEH5h}4H6guR1G6*68{Dd1XUje1PWy%IwTbwCMy#W2mt~s8YVI"
-    "YJ8=;&4+0efDhLv25+F7-4gxy{0VVz)0R<E%7C$8lSS(gI4J17k83PMO3l;`FC>an#7ArRt4=fi=L=X`NDl!)c8V?Q@W"
-    "fKPxFDDE$Lkc7(E(ak22nP*396<>eB0V-kDiQ=GE*=3LS6ej}8Ui3SBnv4E0~jqs1t%K_0|_h|78wN(83PR%O*{!63kg"
-    "aS5F;Zd5h^Mg1RWa_9}OfIF%uXF1`ioKS|1J(4IL*E1quoYP6QS*AOaFQ5EU#1`&?QS3lj($78D2*5)cLk5)e=(9wH72"
-    "6EPPl5i=b}9bW$;G!FkV9uPJi6ADBb7z-8*6&FPyD-R7VPaY2r3okGOA|4?VM+_t!2SN%!4h9GdBQP2#4;eEP7y~>G79"
-    "S-N1|J>>1Q!TM2OBOK{0vGQ4J9}Z8X7S@69@t_6c-8=H695j6#pno{wxA33o0K3Knp_z6CGzc2{sxpBsdxlFeDTY7!n5"
-    "nIvOuY1q2NN9SKPOHxLe84*?566a@no5`G0U0z@Gf1T6~~Dgq%f2MGxf3<WGL8XYDf9W)LW0}@gf8Xgi6Bv%JECnF#cB"
-    "2W$tPYym0I6Da(A1MkA9~&=U2ptI@Ee;$NDmMZFBp(wA6DAcc4L2_mDH#Se7eoR*Kov6^3{3+BKN|o!7Z4N{2rdZ|87&"
-    "<Q1yBPa0t6--4-OS28aE;r{tW;VKQ{|8c`7Ur5fv>|OD!Tn9RVT@9Sjm491{!(5d}s#1}jtpcnvoSA{I7HIw=no|0e_&"
-    "94!g~DkcRG0v7`yCLjkZJpcd)7BnIt3kE(T9vclL1!_719U2)TLM<6G9|$}l0~{U(2MRI?3=1Ly3?L616(R>PFCjG}2_"
-    "hmTFBUi!K`9Xp84xK1H6bblK1mxUA0#CPS4aN^5<(&jAT2Kf6B|S$G$|+*6#@Yl6DJY~AuA>|{s9mJ9v>713@SkcG7J("
-    "I2Lc8Z85$i+GddX<A^|-JF)a=_9yu>IDL*MZWCb`a1}6n00XPH=92OovM->Pb3=SM36eAW3ClVzI3>+*c14}akHUR@gN"
-    "J%ybA__4MDGC}FDhd=y2L~At1qMG^{t5#YNHRSz3lI+*B@hD>Bn31o4@($14=D-*5;g?`DJ?1iFdG039V#p!"
+    "0S+7k7zsi?0tpHTA_o=^2qF_XB@+e#6j(?rBN1H)6ABCr00Iyo2?PTgBmx>B3{(#U8dNX{B``f3AQCe$0T2%eIy5LJ6ap#"
+    "`7#$=>2L%HgObRsy3=9b+DF7J?5*HH+4k8Hw2|FMgEiEh}3=$UsRShC-5dj7c1Xvyh1PW#&JR}kuCoB&V1^@#p8z(RYIB^"
+    "dy4geJdD+&^55Fa))4gxv_0U`h$0tFN&89yfrTP;{S4JJGl837DP3KaxAC>sz&7b`gx5iJ%=LJ|%LDKi!a84V8=W)lVxFD"
+    "VQ*MhGM*D+wV21_uv49Y6~dBt0}iDG&oAD;@wES6(v}83Z9TBMm7B0~jnr1tuE@1PU!178wQ*83GF!OF#-83JOUQ5+fuh5"
+    "-BPe10ER^9u6fJG7%aE1`!uKSs@P&4ILyD2?_@bO#~J+9sv_S5fLs01Yueh3laz#78M5*5fTOk6A(};A0ZD26EGGi5HcP{"
+    "8(#q;H4XqV91%4g5(q*Y7Yh~)6&6GvED#JWPazHv3@<PPA|f9VMGYn$2}B4$4h9AdAu$*x3>PvL7z8>H6dxrJ1|J#-1{Vu"
+    "U2O2LJ{|ZSQ4I?=W7#S}(6bAz_6B-N@G9L&d69Fkp04f413Md}~KMO+y6&z|j2{aloBsdriFeDNV77+;nI2tla2L}rQ9SK"
+    "JPHW3Y84*?866b1$t5q=0U0Yf1d1TPF4Cjuod0|yBY4FoJO8y_ek9y1RW0})Xf8ypi6BUlDDCnFyaB2NwsPZ2#2IXwy*At"
+    "?zAAsa4W2pkF@Dij?RDmVfGBp?$E6eAQZ5H>IqDj5Ye7)1j<Ko>I{2TlS6J01Ww8V?i`2rLK`87&<Q15pAX0|O)(4h|M18"
+    "#Wym0u2BaKQ|0Bcqc6o6%;K~KQALf90DQ@9t;v58Wao(5e82*1}RkocMCNNAr?4NIVcYp0VV_%94QL}DkTLC0T%=wBpnGW"
+    "J^uj)6)_+m3k5$X9~=!O25&b68yOiPNhKOG9tu1l1|1*;2MI6>3k)Lz4ImC06(I&MFd{S}2p}RQEfzNyLop8v84)T3HzX$"
+    "oJVqTPA0;IQR!aW{6hR>hA1y8b6d6M#Gbkt)6#)Si5hoH09xNs`0RRsI8yyn_4JkhbFb)$H1OWsS85tZ*G&&j<BLO`LGA;"
+    "}{9yu>GEj=hdX9YPf1ttX~133f^9vL4zMivJa3J)426do1{CKDtF4IM2g0!lLhHvt7kMocvcBMLAKCkh@ED+?1z1_>Dt1q"
+    "DG|{|f^XM>Ibx3lI<(CJq7=AqX`q5l|U94JZl(5;z9~Dl01jFdG069Vsjy"
 )
 LOOKS = (  # by bits a weight, from 1 on
-    Look(4, 129, 128, 0x35BF992D, FOUR),
-    Look(4, 129, 128, 0x35BF992D, FOUR),
-    Look(2, 169, 88, 0x0741C7A9, THREE_BITS),
-    Look(2, 127, 130, 0x31B1C27F, FOUR_BITS),
+    Look(4, 111, 134, 0x1129E481, FOUR),
+    Look(4, 111, 134, 0x1129E481, FOUR),
+    Look(2, 91, 153, 0x476C5F7F, THREE_BITS),
+    Look(2, 106, 135, 0x5232620F, FOUR_BITS),
 )
 WIDTHS = tuple(look.width for look in LOOKS)
