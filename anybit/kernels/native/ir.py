@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from anybit.errors import InvalidType
 
 I8, I16, I32, I64, F32, BF16, PTR = "i8", "i16", "i32", "i64", "float", "bfloat", "ptr"
+ALIGNED = 64  # bytes of the stack: registers that LLVM puts there are no wider than a cache line
 
 
 def vec(count: int, kind: str) -> str:
@@ -106,8 +107,8 @@ class Function:
         body = "\n  ".join([*self.head, "br label %start"])
         rest = "\n  ".join(self.lines)
         return (
-            f"define {self.result} @{self.name}({listed}) nounwind {{\nentry:\n  {body}\n"
-            f"start:\n  {rest}\n}}\n"
+            f"define {self.result} @{self.name}({listed}) nounwind alignstack({ALIGNED}) {{\n"
+            f"entry:\n  {body}\nstart:\n  {rest}\n}}\n"
         )
 
     # Instructions.
