@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from anybit.formats.trellis_decoder import TILES, TrellisDecoder
+from anybit.formats.trellis_decoder import TILES, TrellisDecoder, windows
 from anybit.formats.trellis_look import LOOKS, Look
 from anybit.kernels.cute.decode import Constants
 from anybit.kernels.cute.lang import LANES, Table, Word, bytes_of, dot4, from_lane, lane
@@ -80,7 +80,7 @@ class LookDecoder(TrellisDecoder):
         out: list[Word] = []
         previous = self.previous(words)
         for tile in range(TILES):
-            hashes = [self.hashed(*each) for each in self.lines(words, previous, tile)]
+            hashes = self.hashes(words, previous, tile)
             signs = [h * self.look.spread for h in hashes]
             if self.width == 4:
                 found = [table.word(h) for h in hashes]
@@ -97,9 +97,25 @@ class LookDecoder(TrellisDecoder):
                 out += [self.finish(half, ()) for half in halves]
         return out
 
-    def hashed(self, word: Word, low: int) -> Word:
-        """The hash of the state in bytes `low` and `low + 1`."""
-        return dot4(word, (self.look.high << 8 | self.look.low) << 8 * low, 0, signed=False)
+    def hashes(self, words: list[Word], previous: list[dict[int, Word]], tile: int) -> list[Word]:
+        """Of the lane's steps in a tile; of a state in two words, the sum of two DP4As.
+
+        They take the place of a PRMT, whose pipe has most to do.
+        """
+        plan, look = windows(self.bits, self.step), self.look
+        if any(window.left for window in plan):
+            both = look.high << 8 | look.low
+            found = self.lines(words, previous, tile)
+            return [dot4(line, both << 8 * low, 0, signed=False) for line, low in found]
+        places, out = self.string(words, previous, tile), []
+        for window in plan:
+            (first, high), (second, low) = places[window.line + window.byte :][:2]
+            upper, lower = look.high << 8 * high, look.low << 8 * low
+            if first is second:
+                out.append(dot4(first, upper | lower, 0, signed=False))
+            else:
+                out.append(dot4(first, upper, dot4(second, lower, 0, signed=False), signed=False))
+        return out
 
     def arrange(self, tokens: list[Word]) -> list[Word]:
         return exchanged(*tokens[:2]) + exchanged(*tokens[2:])

@@ -188,16 +188,23 @@ class TrellisDecoder(HalfDecoder):
         found = self.lines(words, previous, tile)
         return [bytes_of(line, 0x4400 | low + 1 << 4 | low) for line, low in found]
 
+    def string(
+        self, words: list[Word], previous: list[dict[int, Word]], tile: int
+    ) -> list[tuple[Word, int]]:
+        """Where the string's bytes lie, two before the lane's own first: the word, the number."""
+        found: list[tuple[Word, int]] = []
+        for i in range(-STATE_BYTES, self.bits):
+            at = tile * self.bits + (i if i >= 0 else max(self.bits + i, 0))
+            source = words[at // 4] if i >= 0 else previous[i + STATE_BYTES][at // 4]
+            found.append((source, 3 - at % 4))
+        return found
+
     def lines(
         self, words: list[Word], previous: list[dict[int, Word]], tile: int
     ) -> list[tuple[Word, int]]:
         """The same states as two bytes of a word: the word, and the lower one's number."""
         rate = self.bits
-        places: list[tuple[Word, int]] = []
-        for i in range(-STATE_BYTES, rate):
-            at = tile * rate + (i if i >= 0 else max(rate + i, 0))
-            source = words[at // 4] if i >= 0 else previous[i + STATE_BYTES][at // 4]
-            places.append((source, 3 - at % 4))
+        places = self.string(words, previous, tile)
         whole: dict[int, Word] = {}
         shifted: dict[tuple[int, int], Word] = {}
         out = []

@@ -136,14 +136,15 @@ def mask_flip(word: Word, mask: int, flip: int) -> Word:
     return (word & mask) ^ flip
 
 
-def dot4(word: Word, weights: int, plus: int, signed: bool = True) -> Word:
+def dot4(word: Word, weights: int, plus: int | Word, signed: bool = True) -> Word:
     """DP4A: the four bytes of `word` times those of `weights`, added up, plus `plus`.
 
     signed: Whether the weights are.
     """
+    more = plus.bits if isinstance(plus, Word) else plus
     if not word.emulated:
-        return Word(_dsl().dp4a(word.bits, weights, plus, signed))
-    total = np.full(word.bits.shape, plus, np.int64)
+        return Word(_dsl().dp4a(word.bits, weights, more, signed))
+    total = np.full(word.bits.shape, more, np.int64)
     for i in range(4):
         weight = weights >> 8 * i & 255
         weight = (weight ^ 128) - 128 if signed else weight
