@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from anybit.kernels.cute.launch import ProductArguments, ProductLauncher
 from anybit.kernels.hopper import choices
 from anybit.kernels.mma import backend, build, linear, selftest, tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
-from tests.kernels.mma import GPUS
+from tests.kernels.mma import GPUS, KB
 from tests.needs import EVERY_KERNEL, pairs
 
 needs_dsl = pytest.mark.skipif(
@@ -136,10 +136,26 @@ def test_slow_decoders_have_equal_shares_of_rows() -> None:
 
 def test_a_narrow_tile_has_a_warp_for_each_block_of_outputs() -> None:
     assert Tile(16, 4, 8, kind="narrow").rows == 64
-    assert Tile(8, 4, 4, kind="narrow").rows == 64
+    assert Tile(1, 7, 8, kind="narrow").rows == 112
     assert Tile(16, 4, 4).rows == 256  # whose warps split rows
-    with pytest.raises(InvalidInput, match=r"64 rows x 16 tokens has 8 blocks .* 4 warps"):
+    with pytest.raises(InvalidInput, match=r"64 rows x 16 tokens has 8 blocks for 4 warps"):
         Tile(16, 4, 4, kind="narrow")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_beside_a_table_the_busiest_multiprocessor_has_few_rows(name: str) -> None:
+    """None has more than 16 above the mean, up to 8 times 16 for each, where memory is enough."""
+    gpu = GPUS[name]
+    for d in (*decoders("trellis:code=look@int8"), *decoders("trellis:bits=4,code=look")):
+        for m, n in product((1, 5, 16), range(16, 40 * 16 * gpu.multiprocessors, 1040)):
+            tile = tiles.narrow(d, gpu, m, n)
+            assert tile is not None
+            least = -(-n // (16 * gpu.multiprocessors)) * 16
+            if tile.ctas * tile.rows >= least:
+                assert tiles.resident(tile, gpu, m, n)
+            if least <= (128 if m <= 8 else 64) and gpu.shared > 200 * KB:
+                assert tile.ctas * tile.rows == least, (tile, n)
+                assert tile.ctas * tile.warps == 16 or d.bits > 2
 
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/h200_mma.csv"

@@ -51,6 +51,17 @@ CASES: list[Case] = [
      "sm_80", False),
     ("trellis:bits=4,code=look", BRAIN, CROWDED, (2, 16, 768), 0, "sm_80", False),
     ("trellis:bits=1,code=look", HALF, Tile(32, 2, 4, 3), (17, 144, 256), 3, "sm_86", False),
+    # Tiles whose slices lie in two blobs, the last one's behind the weight; of one token each.
+    ("trellis:code=look@int8", BRAIN, Tile(8, 7, 8, 2, kind="narrow"), (3, 176, 1152), 0, "sm_90",
+     True),
+    ("trellis:bits=3,code=look", HALF, Tile(1, 3, 16, 2, kind="narrow"), (2, 160, 384), 0, "sm_90",
+     True),
+    ("trellis:code=look@int8", BRAIN, Tile(1, 2, 4, 3, kind="narrow"), (1, 48, 640), 0, "sm_80",
+     False),
+    ("int3:group=32,zero", BRAIN, Tile(8, 5, 5, 2, kind="narrow"), (8, 176, 256), 0, "sm_80",
+     False),
+    ("trellis:bits=4,code=look", BRAIN, Tile(1, 8, 8, 2, kind="narrow"), (1, 144, 256), 0, "sm_90",
+     True),
 ]  # fmt: skip
 FORMATS = {  # all kinds of decoders, and the architecture that their products need
     "sm_80": [

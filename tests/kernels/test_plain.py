@@ -194,5 +194,5 @@ def test_stages_fit() -> None:
     for m in (1, 16):
         for tile in plain.family(m, H200):
             assert tile.stages >= 2
-            room = tiles.shared_bytes(tile, tiles.PLAIN["float16"]) + tiles.RESERVED
+            room = tiles.shared_bytes(tile, plain.PLAIN["float16"]) + tiles.RESERVED
             assert room * tile.ctas <= 228 * 1024

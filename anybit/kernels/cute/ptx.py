@@ -103,12 +103,12 @@ def mask_flip(word: Uint32, mask: int, flip: int, *, loc: Any = None, ip: Any = 
 
 @dsl_user_op
 def dp4a(
-    word: Uint32, weights: int, plus: Any, signed: bool, *, loc: Any = None, ip: Any = None
+    word: Uint32, weights: Any, plus: Any, signed: bool, *, loc: Any = None, ip: Any = None
 ) -> Uint32:
     """The sum of unsigned bytes times others, which may be signed, plus a number."""
     text = f"dp4a.u32.{'s' if signed else 'u'}32 $0, $1, $2, $3;"
-    more = unsigned(plus) if isinstance(plus, int) else Uint32(plus)
-    args = [Uint32(word), unsigned(weights), more]
+    others = [unsigned(x) if isinstance(x, int) else Uint32(x) for x in (weights, plus)]
+    args = [Uint32(word), *others]
     return Uint32(asm(T.i32(), args, text, "=r,r,r,r", False, {"loc": loc, "ip": ip}))
 
 

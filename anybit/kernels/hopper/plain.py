@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anybit.kernels.backend import COUNTS, HALVES, refuse_vendor
 from anybit.kernels.choice import cycles
+from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.driver import Launcher
 from anybit.kernels.cute.jit import missing_kernels
 from anybit.kernels.cute.launch import loaded
@@ -23,6 +24,15 @@ from anybit.kernels.hopper.chip import Chip, chip_of
 from anybit.kernels.hopper.tiles import gpu_for
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import NARROW, Kernel, Tile
+
+
+class Whole(Decoder):
+    """Of weights in 16 bits as they come, which are operands."""
+
+    cost, instructions = 1.0, 0
+
+
+PLAIN = {name: Whole(name, tuple(range(16))) for name in NAMES.values()}
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
@@ -84,14 +94,14 @@ def kernels(chip: Chip) -> list[Kernel]:
 
 
 def kernel_of(name: str, tile: Tile, chip: Chip) -> Kernel:
-    found = tiles.kernel_of(tiles.PLAIN[name], gpu_for(chip), tile, name)
+    found = tiles.kernel_of(PLAIN[name], gpu_for(chip), tile, name)
     assert found is not None
     return found
 
 
 def choose(m: int, n: int, k: int, chip: Chip) -> Tile:
     """The tile of the least time."""
-    d, gpu = tiles.PLAIN["bfloat16"], gpu_for(chip)
+    d, gpu = PLAIN["bfloat16"], gpu_for(chip)
 
     def time(tile: Tile) -> float:
         return cycles(tiles.work(tile, d, gpu, m, n, k), chip.read)
@@ -105,5 +115,5 @@ def family(m: int, chip: Chip) -> list[Tile]:
     tokens, shapes = 8 if m <= 8 else 16, [(2, 4, 1), (1, 4, 2), (1, 4, 3), (1, 8, 1)]
     shapes += [(4, 4, 1)] if m <= 8 else []
     every = [Tile(tokens, s, w, ctas=c, kind="plain") for s, w, c in shapes]
-    found = (tiles.fitted(tile, tiles.PLAIN["bfloat16"], gpu_for(chip), 2, 5) for tile in every)
+    found = (tiles.fitted(tile, PLAIN["bfloat16"], gpu_for(chip), 2, 5) for tile in every)
     return [tile for tile in found if tile]

@@ -75,7 +75,7 @@ def kernels_for(
     of_bytes = choices.copied_tiles() if copied and d.slot == 8 else ()  # after a copy in bytes
     few = [*family_few(d, chip)]
     if tiles.has_mma(d):
-        narrow = (mma_tiles.choose(d, gpu, m, n) for m in (1, mma_tiles.NARROW) for n in rows)
+        narrow = (mma_tiles.choose(d, gpu, m, n) for m in mma_tiles.FEW for n in rows)
         few += [tile for tile in narrow if tile] + [*mma_tiles.family_small(d, gpu)]
     for out in [d.operand] if activation is None else NAMES.values():
         yield from (Kernel(choices.BYTES, tile, out) for tile in of_bytes)

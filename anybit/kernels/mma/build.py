@@ -53,7 +53,7 @@ def narrow_kernels(d: Decoder, gpu: Gpu, outputs: list[str]) -> list[tiles.Kerne
     """Those for few tokens, whatever the number of rows."""
     found = [
         kernel_for(d, gpu, m, n, output)
-        for m in (1, tiles.NARROW)
+        for m in tiles.FEW
         for n in every_rows(gpu)
         for output in outputs
     ]

@@ -13,17 +13,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from anybit.kernels.cute.copies import commit, copy, copy_if, copy_or_zero, wait
 from anybit.kernels.cute.decode import K_TILE
-from anybit.kernels.cute.ptx import load_shared, store_shared
+from anybit.kernels.cute.ptx import lane, load_shared, shuffle, store_shared
 from anybit.kernels.mma.product import Product
 from anybit.kernels.mma.ptx import prefetch
 from anybit.kernels.mma.tiles import NARROW_WARPS
 
 # Where the first 16 bytes (8 of `rest`) that a lane copies lie in a blob.
 Pieces = namedtuple("Pieces", "codes rest grids")
+
+# The same of each slice, beyond the first one's blob: slices that may lie in two blobs.
+Apart = namedtuple("Apart", "slices")
 
 
 # Tokens of a K tile, as a lane copies them: the address of its piece of token 0, its first token,
@@ -51,10 +54,12 @@ class Narrow(Product):
         step = const_expr(self.warps * self.k_tile_bytes)
         count = (k_tiles - warp + (self.warps - 1)) // self.warps
         end = given.m
+        if const_expr(self.tokens < 8):
+            end = cutlass.min(end, first + self.tokens)
         words = self.load_table(given, thread)
         if const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-            for s in cutlass.range_constexpr(self.stages - 1):
+            for s in cutlass.range_constexpr(self.early):
                 if s < count:
                     self.fetch_weights(ring + s * self.stage_bytes, blob + s * step, pieces, lane)
             self.store_table(words, thread)
@@ -64,21 +69,22 @@ class Narrow(Product):
         for s in cutlass.range_constexpr(self.stages - 1):
             if s < count:
                 to = ring + s * self.stage_bytes
-                if const_expr(not self.overlap):
+                if const_expr(s >= self.early):
                     self.fetch_weights(to, blob + s * step, pieces, lane)
                 self.fetch_tokens(to, given, first, end, warp + s * self.warps, lane)
             commit()
         parts = const_expr(self.slices * self.blocks)
         part = cutlass.min(warp, Int32(parts - 1))
         channel = row_tile * self.rows + part // self.blocks * 16
+        scaled = channel if self.whole_blobs else cutlass.min(channel, (given.n - 1) // 16 * 16)
         token = first + part % self.blocks * 8
         # What this warp's part of the epilogue wants, long before it does, if registers hold it.
         if const_expr(self.crowded):
-            prefetch(given.row_scale.toint() + Int64(channel) * 4)
+            prefetch(given.row_scale.toint() + Int64(scaled) * 4)
             if const_expr(self.integer):
-                prefetch(given.row_zero.toint() + Int64(channel) * 4)
+                prefetch(given.row_zero.toint() + Int64(scaled) * 4)
         else:
-            rows, tokens = self.factors(given, Int64(0), channel, token, lane)
+            rows, tokens = self.factors(given, Int64(0), scaled, token, lane)
 
         acc = cute.make_rmem_tensor((4, self.blocks, self.slices), self.acc)
         acc.fill(0)
@@ -106,7 +112,7 @@ class Narrow(Product):
                 stage = Int32(0)
 
         if const_expr(self.crowded):
-            rows, tokens = self.factors(given, Int64(0), channel, token, lane)
+            rows, tokens = self.factors(given, Int64(0), scaled, token, lane)
         # All rings are idle: the sums meet there.
         wait(0)
         cute.arch.sync_threads()
@@ -135,12 +141,21 @@ class Narrow(Product):
         for r in range(self.warps):
             more = load_shared(at, 4, r * self.slices * self.blocks * 512, True, self.acc)
             total = [a + b for a, b in zip(total, more, strict=True)]
+        if self.dotted:
+            for apart in (1, 2):
+                lanes = Uint32(lane() ^ apart)
+                total = [t + Int32(shuffle(Uint32(t), lanes)) for t in total]
         return total
 
     @property
+    def early(self) -> int:
+        """Stages of weights that are fetched before tokens, while the previous kernel runs."""
+        return self.stages - 1 if self.overlap else 0
+
+    @property
     def crowded(self) -> bool:
-        """Whether so many warps share a multiprocessor that each has few registers."""
-        return self.warps * self.tile.ctas > NARROW_WARPS
+        """Whether a warp has few registers left: of many warps, or beside many rows."""
+        return self.warps * self.tile.ctas > NARROW_WARPS or self.slices > 4
 
     def factors(self, given, before, channel, token, lane):
         """What sums are multiplied by: of this lane's two rows, and of its two tokens."""
@@ -157,7 +172,21 @@ class Narrow(Product):
         slot = row_tile * self.slices
         k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         blob = given.w.toint() + Int64(slot // 8 * k_tiles + warp) * self.k_tile_bytes
-        return blob, self.pieces(slot // 4 % 2, slot % 4, lane)
+        if self.whole_blobs:
+            return blob, self.pieces(slot // 4 % 2, slot % 4, lane)
+        last = (given.n - 1) // 16  # slices behind it are read as that one, and not written
+        each = []
+        for i in range(self.slices):
+            mine = cutlass.min(slot + i, last)
+            blobs = (mine // 8 - slot // 8) * k_tiles
+            pieces = self.pieces(mine // 4 % 2, mine % 4, lane)
+            each.append(Pieces(*(blobs * self.k_tile_bytes + at for at in pieces)))
+        return blob, Apart(tuple(each))
+
+    @property
+    def whole_blobs(self) -> bool:
+        """Whether a tile is a part of what lies side by side in a blob: four slices, twice."""
+        return 4 % self.slices == 0
 
     def pieces(self, half, quarter, lane):
         """Where this lane's pieces of a warp's slices lie in a blob, which has two times four."""
@@ -176,14 +205,20 @@ class Narrow(Product):
     @cute.jit
     def fetch_weights(self, to, blob, pieces, lane):
         """Start the copies of a K tile's words of this warp's slices."""
-        self.copy_words(to, lane, blob + pieces.codes, blob + pieces.rest, copy)
-        if const_expr(self.grid_bytes):
-            size = const_expr(self.slices * self.grid_bytes)
-            for i in cutlass.range_constexpr(-(-size // 512)):
-                copy_if(
-                    to + self.grid_at + lane * 16, i * 512, blob + pieces.grids, i * 512,
-                    lane * 16 < size - i * 512,
-                )  # fmt: skip
+        if const_expr(isinstance(pieces, Apart)):
+            for i in cutlass.range_constexpr(self.slices):
+                mine = pieces.slices[i]
+                self.copy_slice(i, to, lane, blob + mine.codes, blob + mine.rest, 0, 0, copy)
+                into = to + i * self.grid_bytes
+                self.copy_grids(into, lane, blob + mine.grids, self.grid_bytes)
+        else:
+            self.copy_words(to, lane, blob + pieces.codes, blob + pieces.rest, copy)
+            self.copy_grids(to, lane, blob + pieces.grids, self.slices * self.grid_bytes)
+
+    def copy_grids(self, to, lane, grids, size):
+        """Start the copies of so many bytes of grid words."""
+        for i in range(0, size, 512):
+            copy_if(to + self.grid_at + lane * 16, i, grids, i, lane * 16 < size - i)
 
     @cute.jit
     def fetch_tokens(self, to, given, first, end, kt, lane):
@@ -196,7 +231,7 @@ class Narrow(Product):
         lot = Lot(at, row, column, inside, first, end, given.k)
         once = const_expr(step if self.crowded else self.tokens)
         self.fetch_rows(to, lot, 0, once)
-        if const_expr(self.crowded):  # noqa: SIM102 - known when it is compiled
+        if const_expr(self.crowded and step < self.tokens):  # noqa: SIM102 - when it is compiled
             if first + step < end:  # seldom
                 self.fetch_rows(to, lot, step, self.tokens)
 

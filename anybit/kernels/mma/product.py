@@ -8,7 +8,7 @@ the token, so that `ldmatrix` meets no bank twice.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import Compiled, compile_program
@@ -16,7 +16,15 @@ from anybit.kernels.cute.lang import Table, Word
 from anybit.kernels.cute.launch import ProductArguments
 from anybit.kernels.cute.pairs import added_up, offset_of_second, row_of_y
 from anybit.kernels.cute.program import Program
-from anybit.kernels.cute.ptx import TYPES, load_matrices, load_shared, mma, pack2, store_global
+from anybit.kernels.cute.ptx import (
+    TYPES,
+    dp4a,
+    load_matrices,
+    load_shared,
+    mma,
+    pack2,
+    store_global,
+)
 from anybit.kernels.cute.table import load, store
 from anybit.kernels.mma.ptx import load_half, load_late, load_once, transpose
 from anybit.kernels.mma.tiles import Kernel, grid_bytes, shared_bytes, stage_bytes, token_bytes
@@ -50,10 +58,12 @@ class Product(Program):
         self.width = d.slot // 8  # bytes of a number of X
         self.columns = self.token_bytes // 16  # pieces of a token in a K tile
         self.steps = self.token_bytes // 32  # products along a K tile
-        self.blocks = self.tokens // 8
+        self.blocks = -(-self.tokens // 8)
         self.shared_bytes = shared_bytes(t, d)
         # Registers of tokens are fewer than those of weights.
         self.arranged = d.arranges and t.kind != "decode" and self.blocks < 2 * self.slices
+        # Of one token, four DP4As take less time than a product of eight on the tensor core.
+        self.dotted = self.integer and self.tokens == 1
         self.looked_up = ()  # what `registers` gets of decoders that have a table
 
     def compile(self) -> Compiled:
@@ -89,9 +99,10 @@ class Product(Program):
     @cute.jit
     def lookup(self, ring, lane):
         """Address of this lane's row for `ldmatrix`, but for stage and step."""
-        r = lane % 8
-        if const_expr(self.tokens == 8):  # four pieces of 8 tokens
+        if const_expr(self.tokens <= 8):  # four pieces of 8 tokens, or of one, eight times
+            r = lane % self.tokens
             return ring + self.x_at + r * self.token_bytes + (((lane // 8) ^ r) * 16)
+        r = lane % 8
         token = lane // 16 * 8 + r
         return ring + self.x_at + token * self.token_bytes + (((lane // 8 % 2) ^ r) * 16)
 
@@ -141,7 +152,7 @@ class Product(Program):
     def multiply_half(self, acc, row, a, half):
         """Products of 64 columns: a[slice] are the decoded registers."""
         steps = self.steps // 2
-        if self.tokens == 8:
+        if self.tokens <= 8:
             for j in range(0, steps, 2):
                 b = self.arrange(load_matrices(row ^ ((half * steps + j) * 32)))
                 for jj in range(2):
@@ -163,6 +174,12 @@ class Product(Program):
         return [word.bits for word in self.decoder.arrange([Word(w) for w in b])]
 
     def product(self, acc, block, i, a, j, b):
+        if self.dotted:  # this lane's columns of two rows; `Narrow.total` adds up a quad's
+            for r in range(4):
+                acc[r % 2 * 2, block, i] = Int32(
+                    dp4a(Uint32(a[4 * j + r]), b[r // 2], acc[r % 2 * 2, block, i], True)
+                )
+            return
         sums = mma([acc[c, block, i] for c in range(4)], a[4 * j : 4 * j + 4], b, self.activation)
         for c in range(4):
             acc[c, block, i] = sums[c]
@@ -181,12 +198,16 @@ class Product(Program):
             fetch: `ptx.copy`.
         """
         for i in range(self.slices):
-            for c in range(self.whole):
-                into = (i * self.whole + c) * self.ring_threads * 16
-                fetch(to + thread * 16, into, codes, i * 512 + c * 2048)
-            if self.words % 4:
-                into = self.slices * self.whole * self.ring_threads * 16
-                fetch(to + thread * 8, into + i * self.ring_threads * 8, rest, i * 256, 8)
+            self.copy_slice(i, to, thread, codes, rest, i * 512, i * 256, fetch)
+
+    def copy_slice(self, i, to, thread, codes, rest, at, at_rest, fetch):
+        """As `copy_words`, of slice i, which lies `at` (`at_rest`) bytes further."""
+        for c in range(self.whole):
+            into = (i * self.whole + c) * self.ring_threads * 16
+            fetch(to + thread * 16, into, codes, at + c * 2048)
+        if self.words % 4:
+            into = self.slices * self.whole * self.ring_threads * 16
+            fetch(to + thread * 8, into + i * self.ring_threads * 8, rest, at_rest, 8)
 
     # Finishing.
 

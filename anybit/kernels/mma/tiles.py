@@ -15,12 +15,14 @@ from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.launch import PlainLauncher, ProductLauncher
-from anybit.kernels.cute.operands import NAMES, SPANS
+from anybit.kernels.cute.operands import SPANS
 from anybit.kernels.cute.pack import k_tiles, packed_bytes
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
+FEW = (1, 8, NARROW)  # most tokens of its tiles
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
+UNDERWAY = 1 << 15  # bytes for a multiprocessor that hide the memory's latency, of an H200
 BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registers are enough for
 SMALL = 64  # most tokens of small weights on H100 and H200
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
@@ -74,8 +76,8 @@ class Tile:
     """What one CTA multiplies, and how.
 
     Attributes:
-        tokens: 8 to 128.
-        slices: of 16 rows that a warp multiplies: 1, 2 or 4.
+        tokens: 8 to 128; of "narrow", also 1, which leaves memory for more stages.
+        slices: of 16 rows that a warp multiplies: 1, 2 or 4; of "narrow", 1 to 8.
         warps: of a CTA.
         stages: K tiles of a ring; of "decode", that a CTA decodes.
         ctas: that should fit a multiprocessor.
@@ -85,8 +87,7 @@ class Tile:
             warps write 16 decoded rows each and multiply nothing.
 
     Raises:
-        InvalidInput: a narrow tile has more blocks of 16 rows x 8 tokens than warps, each of which
-            adds up and writes one.
+        InvalidInput: Warps that split K are fewer than blocks of 16 rows x 8 tokens to write.
     """
 
     tokens: int
@@ -97,12 +98,11 @@ class Tile:
     kind: str = "gemm"
 
     def __post_init__(self) -> None:
-        blocks = self.slices * self.tokens // 8
+        blocks = self.slices * -(-self.tokens // 8)
         if self.splits and blocks > self.warps:
             raise InvalidInput(
                 f"a {self.kind} tile of {self.rows} rows x {self.tokens} tokens has {blocks} "
-                f"blocks to write and {self.warps} warps, which write one each: give it "
-                f"{blocks} warps"
+                f"blocks for {self.warps} warps, which write one each: give it {blocks} warps"
             )
 
     @property
@@ -132,15 +132,6 @@ class Tile:
 
 
 DECODE = Tile(8, 1, 4, 4, 4, "decode")
-
-
-class Whole(Decoder):
-    """Of weights in 16 bits as they come, which are operands."""
-
-    cost, instructions = 1.0, 0
-
-
-PLAIN = {name: Whole(name, tuple(range(16))) for name in NAMES.values()}
 
 
 @dataclass(frozen=True)
@@ -200,9 +191,6 @@ class Kernel:
         return compiled
 
 
-# Bytes.
-
-
 def grid_bytes(decoder: Decoder) -> int:
     """Of the grid words of 16 rows and a K tile."""
     return 32 * decoder.entries * decoder.grid_words
@@ -232,9 +220,6 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
     beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
     return table + rings * tile.stages * stage_bytes(tile, decoder) + beside
-
-
-# Choices.
 
 
 @cache
@@ -311,7 +296,7 @@ def kernel_of(decoder: Decoder, gpu: Gpu, tile: Tile, output: str) -> Kernel | N
 
 def family(decoder: Decoder, gpu: Gpu, n: int, output: str) -> list[Kernel]:
     """The kernels that any number of tokens and N rows take; none if one is missing."""
-    counts = (1, NARROW, NARROW + 1, 32, 64, 128, DENSE_FROM)
+    counts = (*FEW, NARROW + 1, 32, 64, 128, DENSE_FROM)
     found = [kernel_for(decoder, gpu, m, n, output) for m in counts]
     return [] if None in found else [kernel for kernel in dict.fromkeys(found) if kernel]
 
@@ -321,20 +306,17 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
 
     Its rows are read without a pause, and its ring is what memory is left. More rows win a tie: the
     tokens are read less often. Where CTAs must take turns, three of four warps hide their ends.
-    64 rows are for as many rows as only such CTAs hold at once. Beside tables more CTAs are worth
-    more than a third stage.
+    64 rows are for as many rows as only such CTAs hold at once.
     """
     tokens = 8 if m <= 8 else 16
-    slow, table = decoder.cost > 2, decoder.table_bytes > 0
-    binds = (slow and 2 * decoder.cost > decoder.bits) or table
-    binds = binds and decoder.slot == 16 and tokens == 8
-    crowded = slow and decoder.slot == 8 and tokens == 16 and not table  # two slices would spill
-    sizes: tuple[int, ...] = (2, 1) if slow or tokens == 16 else (4, 2, 1)
-    if crowded or (decoder.arranges and tokens == 16):  # as few words of tokens as of weights
-        sizes = (1,) if crowded else (2,)
+    if decoder.table_bytes:
+        return beside_table(decoder, gpu, 1 if m == 1 else tokens, n)
+    slow = decoder.cost > 2
+    binds = slow and 2 * decoder.cost > decoder.bits and decoder.slot == 16 and tokens == 8
+    crowded = slow and decoder.slot == 8 and tokens == 16  # two slices would spill
+    sizes = (1,) if crowded else (2, 1) if slow or tokens == 16 else (4, 2, 1)
     short = tokens == 8 and decoder.slot == 16 and not slow
-    stages = (2,) if table else (3, 2) if short else (3,)  # two of 16 tokens were slower than turns
-    for least in stages:
+    for least in (3, 2) if short else (3,):  # two of 16 tokens were slower than turns
         at_once = []
         for slices, warps in ((s, w) for w in (8, 4) for s in sizes):
             ctas = -(-n // (16 * slices * gpu.multiprocessors))
@@ -345,11 +327,31 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
                 at_once.append(found)
         if at_once:
             return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
-    ctas = 4 if (slow or table) and not crowded else 3  # slow decoders wait for themselves
+    ctas = 4 if slow and not crowded else 3  # slow decoders wait for themselves
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
-    stages = (2,) if table else (3, 2)
-    fit = (fitted(tile, decoder, gpu, least, 4) for least in stages for tile in turns)
+    fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
     return next((tile for tile in fit if tile), None)
+
+
+def beside_table(decoder: Decoder, gpu: Gpu, tokens: int, n: int) -> Tile | None:
+    """`narrow` of decoders with a table, where decoding binds: the busiest multiprocessor decides.
+
+    Of the tiles whose CTAs are all resident at once: fewest rows there, most warps, most rows of a
+    CTA. With more stages than hide the memory's latency the first tokens wait behind weights.
+    """
+    at_once = []
+    for slices in range(1, 9 if tokens <= 8 else 5):  # more sums of 16 tokens would spill
+        ctas = -(-n // (16 * slices * gpu.multiprocessors))
+        for warps in (16, 8, 4):
+            if ctas * warps <= NARROW_WARPS and slices * -(-tokens // 8) <= warps:
+                tile = Tile(tokens, slices, warps, ctas=ctas, kind="narrow")
+                stage = ctas * warps * stage_bytes(tile, decoder)
+                found = fitted(tile, decoder, gpu, 2, 1 - -UNDERWAY // stage)
+                at_once += [found] if found and found.ctas == ctas else []
+    if at_once:
+        return min(at_once, key=lambda t: (t.ctas * t.slices, -t.ctas * t.warps, -t.slices))
+    turns = (fitted(Tile(tokens, s, 4, ctas=4, kind="narrow"), decoder, gpu, 2, 4) for s in (2, 1))
+    return next((tile for tile in turns if tile), None)
 
 
 @cache
@@ -377,7 +379,9 @@ def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
 def work(tile: Tile, decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Work:
     """What a launch of a narrow tile does."""
     count, places = tiles_of(tile, m, n), tile.ctas * gpu.multiprocessors
-    turns, ctas = -(-count // places), -(-min(count, places) // gpu.multiprocessors)
+    ctas, busiest = -(-min(count, places) // gpu.multiprocessors), -(-count // gpu.multiprocessors)
+    # Where issue binds, fewer CTAs in the last turn take less.
+    turns = busiest / ctas if decoder.table_bytes else -(-count // places)
     return split_work(
         f"mma {kind_of(decoder)}",
         tile,
@@ -408,17 +412,17 @@ def split_work(
     uneven: float = 1,
 ) -> Work:
     """What a launch does whose warps split K: a multiprocessor has `ctas` at once, in `turns`."""
-    every = turns * ctas
+    every, columns = turns * ctas, max(8, tile.tokens)
     return Work(
         kind=kind,
         steps=turns * -(-k_tiles(k) // tile.warps),
         beside=ctas * tile.warps,
-        multiply=tile.slices * tile.tokens * decoder.slot,
+        multiply=tile.slices * columns * decoder.slot,
         decode=tile.slices * decoder.instructions,
         copied=every * k_tiles(k) * stage_bytes(tile, decoder),
         read=read,
         uneven=uneven,
-        ends=every * tile.slices * 16 * tile.tokens,
+        ends=every * tile.slices * 16 * columns,
         turns=every * tile.warps,
     )
 
