@@ -177,8 +177,8 @@ class Engine:
         """Run one step. If it fails, its sequences run one by one; those that fail end in "error".
 
         On a GPU the host keeps ahead: where that is possible, the next step is started before this
-        one's tokens are known, and the texts of the step before are read while both run. Penalties
-        and grammars then follow the tokens while the model runs, before its sampling is started.
+        one's tokens are known, and the texts of the step before are read while both run. Where
+        there are grammars, these follow the tokens while the model runs, before it is sampled.
         """
         flight, self.flight = self.flight, None
         if flight is None:

@@ -13,7 +13,7 @@ from anybit.engine.graphs import StepGraphs, prompt_sizes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
 from anybit.engine.sampler import Row, Sampled, rows_of, sample
-from anybit.engine.scheduler import Scheduled, foreseeable
+from anybit.engine.scheduler import Scheduled
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
@@ -104,23 +104,26 @@ class ModelRunner:
 
         A token is sampled for each sequence whose end the step reaches, in order, and for each
         drafted token. previous: a step that still runs, whose tokens this one continues; it has
-        sampled for all its sequences. Where sampling takes those tokens, it is left for later.
+        sampled for all its sequences. Where a grammar reads those tokens first, sampling is left
+        for later.
         """
         # Kernels, streams and graphs are those of the current device, which is a thread's own.
         with torch.accelerator.device_index(self.device.index):
             given = None if previous is None else self._continued(scheduled, previous)
             logits = self.logits(scheduled, given)
-            if logits is None or (previous and not all(map(foreseeable, scheduled))):
+            if logits is None or (previous and any(s.seq.matcher for s in scheduled)):
                 later = None if logits is None else partial(self._chosen, scheduled, logits)
                 return Flight(scheduled, [], None, lambda: ([], []), later)
-            return self._chosen(scheduled, logits)
+            return self._chosen(scheduled, logits, given)
 
     @torch.inference_mode()
-    def _chosen(self, scheduled: list[Scheduled], logits: Tensor) -> Flight:
+    def _chosen(
+        self, scheduled: list[Scheduled], logits: Tensor, given: Tensor | None = None
+    ) -> Flight:
         """A step whose model has been started, and now its sampling."""
         with torch.accelerator.device_index(self.device.index):
             rows = rows_of(scheduled)
-            return Flight(scheduled, rows, *sample(logits, rows))
+            return Flight(scheduled, rows, *sample(logits, rows, given))
 
     def logits(self, scheduled: list[Scheduled], given: Tensor | None = None) -> Tensor | None:
         """Run a step: logits (B, vocabulary) of what it samples, valid until the next step.

@@ -1,8 +1,8 @@
-"""Logits after penalties, biases and bans: what a text holds is counted on the device."""
+"""Logits after penalties, biases and bans: what texts hold lies in a table on the device."""
 
-from collections import Counter
 from collections.abc import Mapping
-from itertools import accumulate
+from functools import cache
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,37 +19,79 @@ PROMPT = 1 << 30  # the bit of a token's count that says that the prompt holds i
 TINY, HUGE = 1e-25, 1e30
 
 
-class Tally:
-    """How often a text holds each token, on the device: a step copies only what is new.
+class Table:
+    """Tokens of texts on one device: in a row those of a prompt, each once, then all written ones.
 
-    places: where `tokens` and `counts` have a token. read: tokens of the text that are counted.
+    A token's place never changes, so what runs again writes what is there.
     """
 
-    def __init__(self, seq: Sequence, device: torch.device):
-        prompt = seq.prompt if seq.params.repetition_penalty != 1 else []
-        self.places = {token: i for i, token in enumerate(dict.fromkeys(prompt))}
-        self.read = len(seq.prompt)
-        self.tokens = numbers([*self.places], device)
-        self.counts = torch.full_like(self.tokens, PROMPT)
+    def __init__(self, device: torch.device):
+        self.tokens = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self.rows = 0  # that texts have had
+        self.free: list[int] = []  # of these, nobody's
+        self.lock = Lock()  # engines in several threads may share the device
 
-    def take(self, seq: Sequence) -> tuple[list[int], list[int]]:
-        """Make room for tokens that are not counted yet: these, and their places."""
-        new = seq.tokens[self.read :]
-        places = [self.places.setdefault(token, len(self.places)) for token in new]
-        missing = len(self.places) - len(self.tokens)
-        if missing > 0:
-            more = (0, max(missing, len(self.tokens), 64))
-            self.tokens, self.counts = pad(self.tokens, more), pad(self.counts, more)
-        self.read = len(seq.tokens)
-        return new, places
+    def row(self) -> int:
+        """A row that is nobody's: steps that still run have read it before it is written."""
+        if len(self.free) == self.rows:
+            self.tokens, self.rows = self.tokens.new_zeros(0, 0), 0
+            self.free.clear()
+        if self.free:
+            return self.free.pop()
+        self.rows += 1
+        return self.rows - 1
+
+    @torch.inference_mode()
+    def write(self, rows: list[int], places: list[int], tokens: list[int] | Tensor) -> None:
+        """Put tokens in places of rows; the table grows by doubling."""
+        if not rows:
+            return
+        sizes = zip((self.rows, max(places) + 1), self.tokens.shape, strict=True)
+        more = [max(need - have, have) if need > have else 0 for need, have in sizes]
+        if any(more):
+            self.tokens = pad(self.tokens, (0, more[1], 0, more[0]))
+        device = self.tokens.device
+        new = numbers(tokens, device) if isinstance(tokens, list) else tokens.clamp_min(0)
+        self.tokens.index_put_(numbers([rows, places], device).unbind(), new.int())
 
 
-def penalize(logits: Tensor, rows: "list[Row]") -> Tensor:
-    """Logits (B, V) after penalties and biases, and without ends that come too early."""
+@cache
+def table_of(device: torch.device) -> Table:
+    return Table(device)
+
+
+class Tally:
+    """A text's row of a table, as long as there is the text.
+
+    prompt: tokens of the prompt there. written: others; -1: not even those of the prompt.
+    """
+
+    def __init__(self, seq: Sequence, table: Table):
+        self.table, self.row, self.written = table, table.row(), -1
+        self.prompt = len(set(seq.prompt)) if seq.params.repetition_penalty != 1 else 0
+
+    def __del__(self) -> None:
+        self.table.free.append(self.row)
+
+    def missing(self, seq: Sequence) -> tuple[int, list[int]]:
+        """Tokens that the host knows and the table lacks, and the place of the first."""
+        if self.written >= 0:
+            return self.prompt + self.written, seq.tokens[len(seq.prompt) + self.written :]
+        prompt = dict.fromkeys(seq.prompt) if self.prompt else ()
+        return 0, [*prompt, *seq.tokens[len(seq.prompt) :]]
+
+
+def penalize(logits: Tensor, rows: "list[Row]", given: Tensor | None = None) -> Tensor:
+    """Logits (B, V) after penalties and biases, and without ends that come too early.
+
+    given (B,): each text's last token, on the device, where the host does not know it yet.
+    """
     out = logits
     index = [i for i, row in enumerate(rows) if row.seq.params.penalizes]
     if index:
-        out = penalized(logits.float(), index, [rows[i] for i in index])
+        if given is not None and len(index) < len(rows):
+            given = given[numbers(index, logits.device)]
+        out = penalized(logits, index, [rows[i] for i in index], given)
     biased = [i for i, row in enumerate(rows) if row.seq.params.logit_bias]
     if biased:
         changes = [fixed(rows[i].seq, "bias", logits) for i in biased]
@@ -60,84 +102,68 @@ def penalize(logits: Tensor, rows: "list[Row]") -> Tensor:
     return out
 
 
-def penalized(logits: Tensor, index: list[int], rows: "list[Row]") -> Tensor:
-    """Logits (B, V) in fp32 after the penalties of those rows."""
+def penalized(logits: Tensor, index: list[int], rows: "list[Row]", given: Tensor | None) -> Tensor:
+    """A copy of logits (B, V) in fp32 after the penalties of those rows."""
+    which, tokens, counts = counted(rows, given, logits.device)
     params = [row.seq.params for row in rows]
     each = torch.tensor(
         [
-            index,
             [max(p.repetition_penalty, TINY) for p in params],
             [p.presence_penalty for p in params],
             [p.frequency_penalty for p in params],
         ]
     ).to(logits.device, non_blocking=True)
-    which, tokens, counts = counted(rows, logits.device)
-    at, repetition, presence, frequency = each[:, which]
-    at = at.long()
-    x = logits[at, tokens]
+    repetition, presence, frequency = each[:, which]
+    rows_ = which if len(index) == len(logits) else numbers(index, logits.device)[which]
+    at = rows_ * logits.shape[1] + tokens
+    held = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
+    counts = held.scatter_add_(0, at, counts)[at]
+    out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    x = out.view(-1)[at]
     x = torch.where(x > 0, x / repetition, x * repetition).clamp_max_(HUGE)
     written = counts & (PROMPT - 1)
     x -= frequency * written + presence * (written > 0)
-    return logits.index_put((at, tokens), x)
+    out.view(-1)[at] = x  # where a text has a token twice, it is the same number twice
+    return out
 
 
-def counted(rows: "list[Row]", device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What the texts of rows hold, drafts included: rows, tokens and counts, (N,) each."""
-    seqs = list(dict.fromkeys(row.seq for row in rows))
-    try:
-        count(seqs, device)
-    except BaseException:  # they begin anew
-        for seq in seqs:
-            seq.tallies.pop(device, None)
-        raise
-    tallies = [row.seq.tallies[device] for row in rows]
-    sizes = [len(tally.places) for tally in tallies]
-    starts = [0, *accumulate(sizes)]
-    tokens = torch.cat([t.tokens[:size] for t, size in zip(tallies, sizes, strict=True)])
-    counts = torch.cat([t.counts[:size] for t, size in zip(tallies, sizes, strict=True)])
-    which = numbers([*range(len(rows)), *sizes], device).view(2, -1)
-    which = which[0].repeat_interleave(which[1], output_size=starts[-1])
-    again, fresh = [], []
-    for i, row in enumerate(rows):
-        for token, times in Counter(row.draft).items():
-            place = tallies[i].places.get(token)
-            if place is None:
-                fresh.append((i, token, times))
-            else:
-                again.append((starts[i] + place, times))
-    if again:
-        here, more = numbers(again, device).unbind(1)
-        counts.index_put_((here,), more, accumulate=True)
-    if fresh:
-        pairs = zip((which, tokens, counts), numbers(fresh, device).unbind(1), strict=True)
-        which, tokens, counts = (torch.cat(pair) for pair in pairs)
-    return which, tokens, counts
-
-
-def count(seqs: list[Sequence], device: torch.device) -> None:
-    """Count the tokens that texts have got; one launch for those that have got one."""
-    first: tuple[list[Tensor], list[int]] = [], []
-    again: list[Tensor] = []
-    for seq in seqs:
-        if device not in seq.tallies:
-            seq.tallies[device] = Tally(seq, device)
-        tally = seq.tallies[device]
-        known = len(tally.places)
-        new, places = tally.take(seq)
-        if len(new) == 1:
-            here = slice(places[0], places[0] + 1)
-            again.append(tally.counts[here])
-            if places[0] == known:
-                first[0].append(tally.tokens[here])
-                first[1].append(new[0])
-        elif new:
-            at = numbers(places, device)
-            tally.tokens[at] = numbers(new, device)
-            tally.counts.index_put_((at,), tally.counts.new_ones(()), accumulate=True)
-    if again:
-        torch._foreach_add_(again, 1)
-    if first[0]:
-        torch._foreach_add_(*first)
+def counted(
+    rows: "list[Row]", given: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the texts of rows hold, drafts included: rows, tokens and their counts, (N,) each."""
+    table = table_of(device)
+    with table.lock:
+        tallies: dict[Sequence, Tally] = {}
+        new: tuple[list[int], list[int], list[int]] = [], [], []  # rows, places and tokens
+        for seq in dict.fromkeys(row.seq for row in rows):
+            if device not in seq.tallies:
+                seq.tallies[device] = Tally(seq, table)
+            tally = tallies[seq] = seq.tallies[device]
+            if tally.written != seq.generated:
+                first, missing = tally.missing(seq)
+                new[0].extend([tally.row] * len(missing))
+                new[1].extend(range(first, first + len(missing)))
+                new[2].extend(missing)
+        table.write(*new)
+        sizes = [tallies[row.seq].prompt + row.seq.generated for row in rows]
+        if given is not None:
+            table.write([tally.row for tally in tallies.values()], sizes, given)
+            sizes = [size + 1 for size in sizes]
+        for seq, tally in tallies.items():
+            tally.written = seq.generated + (given is not None)
+        held = table.tokens
+    each = [tallies[row.seq] for row in rows]
+    values = [[tally.row for tally in each], [tally.prompt for tally in each], sizes]
+    places, prompts, lengths = numbers(values, device)
+    total = sum(sizes)
+    which = torch.arange(len(rows), device=device).repeat_interleave(lengths, output_size=total)
+    at = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[which]
+    tokens, counts = held[places[which], at], torch.where(at < prompts[which], PROMPT, 1)
+    drafted = [(i, token, 1) for i, row in enumerate(rows) for token in row.draft]
+    if drafted:
+        more = zip((which, tokens, counts), numbers(drafted, device).unbind(1), strict=True)
+        which, tokens, counts = (torch.cat(pair) for pair in more)
+    return which, tokens.long(), counts.int()
 
 
 def numbers(values: object, device: torch.device) -> Tensor:

@@ -57,13 +57,17 @@ def rows_of(scheduled: list[Scheduled]) -> list[Row]:
     return rows
 
 
-def sample(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Callable[[], Sampled]]:
+def sample(
+    logits: Tensor, rows: list[Row], given: Tensor | None = None
+) -> tuple[Tensor, Callable[[], Sampled]]:
     """Choose a token for each row of logits (B, V).
+
+    given (B,): the tokens before, on the device, if the host does not know them yet.
 
     Returns the tokens (B,) int32 on the device and a function that waits for them and for their log
     probabilities.
     """
-    tokens = choose(logits, rows)
+    tokens = choose(logits, rows, given)
     asked = logprobs(logits, tokens, rows)
     arrived = to_host(tokens)
 
@@ -74,8 +78,8 @@ def sample(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Callable[[], Sample
     return tokens, wait
 
 
-def choose(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Tokens (B,) int32 by logits (B, V).
+def choose(logits: Tensor, rows: list[Row], given: Tensor | None = None) -> Tensor:
+    """Tokens (B,) int32 by logits (B, V). given: as `sample` has it.
 
     INVALID stands for a row with NaN or inf, and for one of which nothing is left to choose.
 
@@ -84,7 +88,7 @@ def choose(logits: Tensor, rows: list[Row]) -> Tensor:
     tokens = of(logits).likeliest(logits, INVALID)
     # A text may have ended while its step began: nobody will read what comes of that.
     matchers = [None if row.seq.finish else row.matcher for row in rows]
-    adjusted = constrain(penalize(logits, rows), matchers)
+    adjusted = constrain(penalize(logits, rows, given), matchers)
     if adjusted is not logits:
         tokens = torch.where(tokens == INVALID, tokens, of(adjusted).likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):

@@ -179,9 +179,3 @@ def captured(seq: Sequence) -> bool:
     """Whether graphs hold the steps of a sequence."""
     reads = seq.params.reads_prompt and not seq.generated
     return seq.params.adapter is None and not reads
-
-
-def foreseeable(s: Scheduled) -> bool:
-    """Whether sampling a sequence's next token but one takes no knowledge of the next one."""
-    params = s.seq.params
-    return params.foreseeable and s.seq.generated + 1 >= params.min_tokens

@@ -84,11 +84,6 @@ class SamplingParams:
         return self.embed or self.prompt_logprobs is not None
 
     @property
-    def foreseeable(self) -> bool:
-        """Whether the logits of a token stay as they are whatever the token before it is."""
-        return not self.penalizes and self.structured is None
-
-    @property
     def penalizes(self) -> bool:
         """Whether logits depend on what the text holds."""
         repeats = bool(self.presence_penalty or self.frequency_penalty)

@@ -3,7 +3,6 @@
 import gc
 import math
 import random
-import weakref
 
 import pytest
 import torch
@@ -75,6 +74,34 @@ def test_penalties_follow_their_definitions(dtype: torch.dtype) -> None:
                 seq.append(rng.randrange(V))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_the_last_token_may_be_on_the_device_alone(several: bool) -> None:
+    """As in steps that are started ahead. Some of these fail, and their tokens are others then."""
+    rng = random.Random(1)
+    kinds = [kind for kind in KINDS if several or "repetition_penalty" in kind]
+    prompts = [[rng.randrange(V) for _ in range(9)] for _ in kinds]
+    seqs, known = (
+        [
+            sequence(SamplingParams(max_tokens=None, **kind), prompt)
+            for kind, prompt in zip(kinds, prompts, strict=True)
+        ]
+        for _ in range(2)
+    )
+    for step in range(40):
+        logits = torch.randn(len(seqs), V)
+        last = [rng.randrange(V) for _ in seqs]
+        given = torch.tensor(last, dtype=torch.int32)
+        got = penalize(logits, [Row(seq, seq.generated + 1) for seq in seqs], given)
+        if step % 5 < 4:
+            for seq, other, token in zip(seqs, known, last, strict=True):
+                seq.append(token)
+                other.append(token)
+            assert torch.equal(got, penalize(logits, [Row(s, s.generated) for s in known]))
+        else:  # what was given has never been
+            again = penalize(logits, [Row(seq, seq.generated) for seq in seqs])
+            assert torch.equal(again, penalize(logits, [Row(s, s.generated) for s in known]))
+
+
 def test_a_step_copies_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 5,000 tokens as after five."""
     copied, numbers = [0], penalties.numbers
@@ -94,42 +121,68 @@ def test_a_step_copies_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None
             seq.append(token)
         if token % 500 < 3:
             penalize(logits, [Row(seq, seq.generated) for seq in seqs])
-    assert copied[2] == copied[-1 - 498] == 6  # which rows there are, and how long they are
+    # Of each text: its row and the tokens there; and row, place and token of the new one.
+    assert copied[2] == copied[-1 - 498] == 3 * (3 + 3)
 
 
-def test_what_is_counted_goes_with_the_text() -> None:
-    made: list[weakref.ref] = []
+def test_a_row_of_the_table_goes_with_the_text() -> None:
+    table = penalties.table_of(torch.device("cpu"))
+    gc.collect()
+    before = table.rows - len(table.free)
+    made: set[int] = set()
     llm = LLM(PICO, dtype="float32")
+    llm.engine.runner.overlaps = True
     token = llm.engine.observer.token
 
     def watched(seq: Sequence, since: float | None) -> None:
-        made.extend(weakref.ref(tally) for tally in seq.tallies.values())
+        made.update(tally.row for tally in seq.tallies.values())
         token(seq, since)
 
     llm.engine.observer.token = watched  # type: ignore[method-assign]
-    llm.generate(["a", "b"], SamplingParams(max_tokens=5, presence_penalty=1.0, ignore_eos=True))
+    params = SamplingParams(max_tokens=5, presence_penalty=1.0, ignore_eos=True)
+    for _ in range(9):  # one after the other, whose rows are the same
+        llm.generate(["a", "b"], params)
     gc.collect()
-    assert made
-    assert all(tally() is None for tally in made)
+    assert len(made) == 2
+    assert table.rows - len(table.free) == before
+
+
+def test_rows_of_others_and_tables_that_grow_change_nothing() -> None:
+    """A row is used again with what an earlier text has left there."""
+    rng = random.Random(2)
+    seqs: list[Sequence] = []
+    for step in range(200):
+        if len(seqs) < 12 and rng.random() < 0.4:
+            prompt = [rng.randrange(V) for _ in range(rng.choice([3, 200]))]
+            seqs.append(sequence(SamplingParams(max_tokens=None, **rng.choice(KINDS[1:5])), prompt))
+        if seqs and rng.random() < 0.2:
+            seqs.remove(rng.choice(seqs))
+        rows = [Row(seq, seq.generated) for seq in rng.sample(seqs, len(seqs))]
+        logits = torch.randn(len(rows), V)
+        want = [defined(x, row) for x, row in zip(logits, rows, strict=True)]
+        if rows:
+            got = penalize(logits, rows).double()
+            assert torch.allclose(got, torch.stack(want), rtol=1e-6, atol=1e-6), step
+        for seq in seqs:
+            seq.append(rng.randrange(V))
 
 
 def test_counts_that_fail_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts may fail where the step behind them goes on."""
     seq = sequence(SamplingParams(presence_penalty=1.0, max_tokens=None), [2])
     row = Row(seq, 0)
-    for token in (3, 4):
-        seq.append(token)
-        penalize(torch.zeros(1, V), [row])
 
     def fail(*args: object) -> None:
         raise MemoryError("no room")
 
-    seq.append(5)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_add_", fail)
-        with pytest.raises(MemoryError):
-            penalize(torch.zeros(1, V), [row])
-    assert penalize(torch.zeros(1, V), [row])[0].nonzero().flatten().tolist() == [3, 4, 5]
+    for token in (3, 4, 5):
+        seq.append(token)
+        with monkeypatch.context() as patch:
+            patch.setattr(penalties.Table, "write", fail)
+            with pytest.raises(MemoryError):
+                penalize(torch.zeros(1, V), [row])
+        found = penalize(torch.zeros(1, V), [row])[0].nonzero().flatten().tolist()
+        assert found == [*range(3, token + 1)]
 
 
 SEEN = 4  # the token that the prompt holds; neither the likeliest nor the first

@@ -88,28 +88,31 @@ def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
         assert all(0 <= b < len(runner.states[0].k) for s in step for b in s.seq.blocks)
 
 
-def held_back(count: int) -> list[SamplingParams]:
+def held_back(count: int, grammars: bool = True) -> list[SamplingParams]:
     """What is sampled by the tokens before: penalties, early ends, and every other a grammar."""
     grammar = Structured(regex="[a-z ]{5,30}")
     return [
         SamplingParams(
             seed=i, max_tokens=20 + i, repetition_penalty=1.2, presence_penalty=0.3, min_tokens=4,
-            logprobs=1, structured=grammar if i % 2 else None,
+            logprobs=1, structured=grammar if grammars and i % 2 else None,
         )
         for i in range(count)
     ]  # fmt: skip
 
 
-def test_penalties_and_grammars_hold_no_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grammars", [False, True])
+def test_penalties_and_grammars_hold_no_step_back(grammars: bool) -> None:
     """As on a GPU, where the next step's model runs while the host does its part."""
     llm = LLM(PICO, dtype="float32")
-    prompts, params = [[5 + i, 6, 7] for i in range(8)], held_back(8)
+    prompts, params = [[5 + i, 6, 7] for i in range(8)], held_back(8, grammars)
     want = llm.generate(prompts, params)
     runner, launch, ahead = llm.engine.runner, llm.engine.runner.launch, []
 
     def counted(scheduled: list, previous: object) -> object:
         ahead.append(previous is not None)
-        return launch(scheduled, previous)
+        flight = launch(scheduled, previous)
+        assert flight.choose is None or grammars  # only they wait for the tokens before
+        return flight
 
     runner.overlaps, runner.launch = True, counted
     got = llm.generate(prompts, params)
@@ -130,10 +133,10 @@ def test_what_fails_to_be_sampled_takes_no_neighbour_with_it(
     prompts, params, sample = [[5], [66], [7]], held_back(3), model_runner.sample
     want = llm.generate(prompts, params)
 
-    def fail(logits: object, rows: list) -> object:
+    def fail(logits: object, rows: list, given: object) -> object:
         if any(row.seq.tokens[0] == 66 and row.at == 5 for row in rows):
             raise RuntimeError("out of luck")
-        return sample(logits, rows)
+        return sample(logits, rows, given)
 
     monkeypatch.setattr(model_runner, "sample", fail)
     got = llm.generate(prompts, params)
