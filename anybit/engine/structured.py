@@ -6,7 +6,9 @@ others no probability.
 
 import copy
 import hashlib
+import itertools
 import json
+import math
 import re
 import secrets
 import threading
@@ -14,11 +16,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -26,11 +28,16 @@ from torch import Tensor
 from anybit.engine.schemas import json_rule, lark
 from anybit.engine.trial import ROOMY_STACK, Trial, compiled, on_stack, reason, tokenizer
 from anybit.errors import InvalidInput, InvalidType, Unsupported, check_text
+from anybit.kernels.processes import cores
 
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
 # Others wait while a mask is computed: after some seconds, a grammar's may take so long each.
 SECONDS, MASK = 1.0, 5e-3
+# Texts that copy a compiled grammar share its lock. So one that takes no more seconds to compile is
+# compiled again for every few texts, up to as often as masks are computed side by side.
+QUICK, TEXTS, SIDE_BY_SIDE = 0.02, 4, min(16, cores())
+TURNS = itertools.count()
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 ADVICE = {  # what users can do about errors that name llguidance's own options
     "oneOf constraints are not supported": (
@@ -102,25 +109,50 @@ class Structured:
         return "lark", f"start: {json_rule(self.json)}"
 
 
+@dataclass(eq=False)
+class Lane:
+    """A grammar, compiled, and its texts."""
+
+    grammar: Any
+    texts: "WeakSet[Matcher]" = field(default_factory=WeakSet)
+
+
 @dataclass
 class Compiled:
-    """A grammar that was tried. error: why it is refused, or "". size: bytes it takes, about.
+    """A grammar that was tried. error: why it is refused, or "". size: bytes a lane takes, about.
 
-    masks: that its texts have computed, in `seconds` of processor time.
+    again: compiles it for another lane; None if that takes long. masks: that were timed, and have
+    taken `seconds` of processor time, the last one `last`.
     """
 
     error: str
     size: int
-    grammar: Any = None
+    lanes: list[Lane] = field(default_factory=list)
+    again: Callable[[], tuple[Any, float]] | None = None
     masks: int = 0
     seconds: float = 0.0
+    last: float = math.inf
+
+    def lane(self) -> Lane:
+        """The one for a new text."""
+        lane = min(self.lanes, key=lambda lane: len(lane.texts))
+        if self.again and len(lane.texts) >= TEXTS and len(self.lanes) < SIDE_BY_SIDE:
+            lane = Lane(self.again()[0])
+            self.lanes.append(lane)
+        return lane
 
     def computed(self, seconds: float) -> None:
         """Note the time of a mask; refuse the grammar from now on if they take too long."""
-        self.masks, self.seconds = self.masks + 1, self.seconds + seconds
+        self.masks, self.seconds, self.last = self.masks + 1, self.seconds + seconds, seconds
         if self.seconds > SECONDS and self.seconds > MASK * self.masks and not self.error:
             each = self.seconds / self.masks * 1e3
             self.error = f"a token of it takes {each:.0f} ms; make it less ambiguous"
+
+
+def timed(tokens: Any, kind: str, text: str) -> tuple[Any, float]:
+    """A grammar, compiled, and the processor time that this has taken."""
+    begun = time.thread_time()
+    return compiled(tokens, kind, text), time.thread_time() - begun
 
 
 class Grammars:
@@ -168,14 +200,17 @@ class Grammars:
             if not found.error:
                 if kind == "gbnf":
                     kind, text = "lark", answer["lark"]
-                found.grammar = on_stack(ROOMY_STACK, compiled, tokens, kind, text)
-                found.error = reason(found.grammar) if found.grammar.is_error() else ""
+                again = partial(on_stack, ROOMY_STACK, timed, tokens, kind, text)
+                grammar, seconds = again()
+                found.again = again if seconds < QUICK else None
+                found.lanes.append(Lane(grammar))
+                found.error = reason(grammar) if grammar.is_error() else ""
         with self._lock:
             kept = self._compiled
             kept[key] = found
             kept.move_to_end(key)
             while len(kept) > 1 and (
-                len(kept) > KEPT or sum(entry.size for entry in kept.values()) > BYTES
+                len(kept) > KEPT or sum(e.size * len(e.lanes) for e in kept.values()) > BYTES
             ):
                 kept.popitem(last=False)
         return found
@@ -224,22 +259,21 @@ class Matcher:
     """
 
     def __init__(self, found: Compiled, structured: Structured, failed: Callable[[], None]):
-        self.found, self.grammar, self.failed = found, found.grammar.deep_copy(), failed
+        self.found, self.failed, self.lane = found, failed, found.lane()
+        self.lane.texts.add(self)
+        self.grammar = self.lane.grammar.deep_copy()
         self.open, self.close = structured.think or (-1, -1)
         self.fresh, self.thinking = structured.think is not None, structured.thinking
         self.ended, self.error = False, ""
 
     def fill(self, bits: Tensor) -> None:
         """Set the bits (words,) int32 of the tokens that may come next, and clear the others."""
-        if self.thinking:
-            bits.fill_(-1)
-            return
-        if self.found.error:
-            self._check()
-            return
         begun = time.thread_time()
         self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
         self.found.computed(time.thread_time() - begun)
+
+    def filled(self, bits: Tensor) -> None:
+        """Look for errors, and allow thoughts to begin."""
         self._check()
         if self.fresh:
             word, bit = divmod(self.open, 32)
@@ -277,6 +311,41 @@ class Matcher:
             self.failed()
 
 
+def fill(matchers: list[Matcher], bits: Tensor) -> None:
+    """Set the bits (B, words) int32 of the tokens that may come next, and clear the others.
+
+    Masks are computed side by side, which leaves open how long each has taken. So one in turn is
+    computed by itself, and all of a grammar of which no mask is known, or whose last one took long.
+    """
+    turn = next(TURNS) % len(matchers)
+    together = []
+    for at, matcher in enumerate(matchers):
+        if matcher.thinking:
+            bits[at].fill_(-1)
+        elif matcher.found.error:
+            matcher.filled(bits[at])
+        elif at == turn or matcher.found.last > MASK:
+            matcher.fill(bits[at])
+            matcher.filled(bits[at])
+        else:
+            together.append((id(matcher.lane), at))
+    # Sorted, so that threads begin with lanes of their own.
+    jobs = [(matchers[at].grammar, at) for _, at in sorted(together)]
+    if jobs:
+        words = bits.shape[1] * bits.element_size()
+        executor().unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
+    for _, at in together:
+        matchers[at].filled(bits[at])
+
+
+@cache
+def executor() -> Any:
+    """Threads that compute masks."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(SIDE_BY_SIDE)
+
+
 def constrain(logits: Tensor, matchers: list[Matcher | None]) -> Tensor:
     """Logits (B, V) with -inf for tokens that a row's matcher, if it has one, does not allow."""
     rows = [i for i, matcher in enumerate(matchers) if matcher is not None]
@@ -285,8 +354,7 @@ def constrain(logits: Tensor, matchers: list[Matcher | None]) -> Tensor:
     count = logits.shape[1]
     # Of other memory, a copy of this size waits for the model's step.
     bits = torch.empty(len(rows), -(-count // 32), dtype=torch.int32, pin_memory=logits.is_cuda)
-    for at, i in enumerate(rows):
-        matchers[i].fill(bits[at])  # type: ignore[union-attr]
+    fill([matcher for matcher in matchers if matcher is not None], bits)
     bits = bits.to(logits.device, non_blocking=True)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = (bits[:, :, None] >> shifts).bitwise_and_(1).flatten(1)[:, :count].bool()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from anybit.engine.llm import LLM
 from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Structured, constrain
+from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput, InvalidType
 from tests.engine.conftest import PICO, one_thread
 
@@ -298,25 +298,6 @@ def test_the_text_of_a_special_token_is_text(llm: LLM) -> None:
         params = SamplingParams(max_tokens=40, temperature=0, structured=structured)
         (completion,) = llm.generate("x = ", params)[0].completions
         assert (completion.text, completion.finish) == (text, "stop")
-
-
-def test_masks_bit_by_bit() -> None:
-    class Every:
-        def __init__(self, step: int):
-            self.step = step
-
-        def fill(self, bits: torch.Tensor) -> None:
-            on = torch.arange(32 * len(bits)) % self.step == 0
-            shifted = on.view(-1, 32).long() << torch.arange(32)
-            bits.copy_(shifted.sum(1).to(torch.int32))
-
-    logits = torch.randn(4, 70)
-    got = constrain(logits, [None, Every(1), Every(3), Every(31)])  # type: ignore[list-item]
-    assert torch.equal(got[:2], logits[:2])
-    for row, step in ((2, 3), (3, 31)):
-        keep = torch.arange(70) % step == 0
-        assert torch.equal(got[row][keep], logits[row][keep])
-        assert (got[row][~keep] == float("-inf")).all()
 
 
 def test_penalties_and_biases_by_definition(llm: LLM) -> None:

@@ -1,0 +1,119 @@
+"""Masks of grammars: their bits, side by side as one by one, and those that take long."""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from anybit.engine import structured
+from anybit.engine.structured import Grammars, Matcher, Structured, constrain, fill
+from tests.engine.conftest import PICO
+
+KINDS: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}},
+    {"regex": "[a-z ]{90}"},
+    {"json": True},
+    {"grammar": "start: " + " | ".join(f'"d{i}"' for i in range(5000))},  # ends in an error
+]
+
+
+def test_masks_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def every(steps: list[int], bits: torch.Tensor) -> None:
+        for step, row in zip(steps, bits, strict=True):
+            on = torch.arange(32 * len(row)) % step == 0
+            row.copy_((on.view(-1, 32).long() << torch.arange(32)).sum(1).to(torch.int32))
+
+    monkeypatch.setattr(structured, "fill", every)
+    logits = torch.randn(4, 70)
+    got = constrain(logits, [None, 1, 3, 31])  # type: ignore[list-item]
+    assert torch.equal(got[:2], logits[:2])
+    for row, step in ((2, 3), (3, 31)):
+        keep = torch.arange(70) % step == 0
+        assert torch.equal(got[row][keep], logits[row][keep])
+        assert (got[row][~keep] == float("-inf")).all()
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
+    """Texts in four grammars, some of which think; a grammar is compiled for every two of them."""
+    for name, value in {"SIDE_BY_SIDE": 3, "TEXTS": 2, "QUICK": math.inf}.items():
+        monkeypatch.setattr(structured, name, value)
+    structured.executor.cache_clear()
+    grammars = Grammars(AutoTokenizer.from_pretrained(PICO), 4096, frozenset([0]))
+    asked = [Structured(**kind) for kind in KINDS]
+    asked += [Structured(**kind, think=(5, 6), thinking=True) for kind in KINDS]
+    return [grammars.matcher(asked[i % 8]) for i in range(24)]
+
+
+def walk(matchers: list[Matcher], steps: int) -> Iterator[list[torch.Tensor]]:
+    """Masks of steps that fill all of them, and then take a random token that each allows."""
+    rng, running = random.Random(3), list(matchers)
+    for _ in range(steps):
+        bits = torch.full((len(matchers), 128), 0x5A5A5A5A, dtype=torch.int32)
+        fill(running, bits[: len(running)])
+        yield list(bits[: len(running)])
+        for matcher, row in zip(list(running), bits, strict=False):
+            if not matcher.error:
+                allowed = (row[:, None] >> torch.arange(32) & 1).flatten().nonzero().flatten()
+                close = matcher.thinking and rng.random() < 0.3
+                matcher.take(6 if close else int(allowed[rng.randrange(len(allowed))]))
+            if matcher.error or matcher.ended:
+                running.remove(matcher)
+
+
+def test_masks_side_by_side_are_those_of_one_by_one(
+    many: list[Matcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what cannot go on ends alone."""
+    for matcher in many:
+        matcher.found.last = 0.0
+    alone = [matcher.copy() for matcher in many]
+    monkeypatch.setattr(structured, "MASK", math.inf)
+    found = [torch.stack(masks) for masks in walk(many, 40)]
+    monkeypatch.setattr(structured, "MASK", -1.0)
+    want = [torch.stack(masks) for masks in walk(alone, 40)]
+    assert [m.error for m in many] == [m.error for m in alone]
+    for i, matcher in enumerate(many):
+        assert bool(matcher.error) == (matcher.found is many[3].found)
+        assert len(matcher.found.lanes) == (3 if matcher.found.again else 1), i
+    right = [torch.equal(a, b) for a, b in zip(found, want, strict=True)]
+    assert all(right)
+    assert len(right) == 40
+
+
+def test_what_takes_long_is_found_among_others(
+    many: list[Matcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By turns; then all its masks are timed, until it is refused, and only its own."""
+    slow, clock, current = many[0].found, itertools.count(0, 0.06), 0.0
+    for matcher in many:
+        matcher.found.last = 0.0
+
+    def now() -> float:
+        nonlocal current
+        current = next(clock) if slow_now else current
+        return current
+
+    slow_now, real = False, Matcher.fill
+
+    def timed(self: Matcher, bits: torch.Tensor) -> None:
+        nonlocal slow_now
+        slow_now = self.found is slow
+        real(self, bits)
+        slow_now = False
+
+    monkeypatch.setattr(Matcher, "fill", timed)
+    monkeypatch.setattr(time, "thread_time", now)
+    refused = next(i for i, _ in enumerate(walk(many, 60)) if slow.error)
+    assert refused < 40
+    assert "takes 60 ms" in slow.error
+    for _ in walk([m for m in many if not (m.error or m.ended or m.thinking)], 2):
+        pass
+    assert sum(bool(m.error) for m in many if m.found is slow) > 2
+    assert not any(m.found.error for m in many if m.found is not slow)
