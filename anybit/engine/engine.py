@@ -23,7 +23,7 @@ log = logging.getLogger("anybit.engine")
 Decode = Callable[[list[int], Items[int]], str]  # tokens, and the special ones among them to show
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take three times as long to make
 class Delta:
     """What a step has added to one text; the last one of a text has a `finish`.
 

@@ -133,32 +133,33 @@ def counted(
     """What the texts of rows hold, drafts included: rows, tokens and their counts, (N,) each."""
     table = table_of(device)
     with table.lock:
-        tallies: dict[Sequence, Tally] = {}
+        tallies: list[Tally] = []
         new: tuple[list[int], list[int], list[int]] = [], [], []  # rows, places and tokens
-        for seq in dict.fromkeys(row.seq for row in rows):
-            if device not in seq.tallies:
-                seq.tallies[device] = Tally(seq, table)
-            tally = tallies[seq] = seq.tallies[device]
-            if tally.written != seq.generated:
-                first, missing = tally.missing(seq)
+        for row in rows:
+            tally = row.seq.tallies.get(table)
+            if tally is None:
+                tally = row.seq.tallies[table] = Tally(row.seq, table)
+            tallies.append(tally)
+            if tally.written != row.seq.generated:
+                first, missing = tally.missing(row.seq)
                 new[0].extend([tally.row] * len(missing))
                 new[1].extend(range(first, first + len(missing)))
                 new[2].extend(missing)
         table.write(*new)
-        sizes = [tallies[row.seq].prompt + row.seq.generated for row in rows]
+        at_rows = [tally.row for tally in tallies]
+        prompts = [tally.prompt for tally in tallies]
+        sizes = [n + row.seq.generated for n, row in zip(prompts, rows, strict=True)]
         if given is not None:
-            table.write([tally.row for tally in tallies.values()], sizes, given)
+            table.write(at_rows, sizes, given)
             sizes = [size + 1 for size in sizes]
-        for seq, tally in tallies.items():
-            tally.written = seq.generated + (given is not None)
+        for tally, size in zip(tallies, sizes, strict=True):
+            tally.written = size - tally.prompt
         held = table.tokens
-    each = [tallies[row.seq] for row in rows]
-    values = [[tally.row for tally in each], [tally.prompt for tally in each], sizes]
-    places, prompts, lengths = numbers(values, device)
+    row_of, prompt, size_of = numbers([at_rows, prompts, sizes], device)
     total = sum(sizes)
-    which = torch.arange(len(rows), device=device).repeat_interleave(lengths, output_size=total)
-    at = torch.arange(total, device=device) - (lengths.cumsum(0) - lengths)[which]
-    tokens, counts = held[places[which], at], torch.where(at < prompts[which], PROMPT, 1)
+    which = torch.arange(len(rows), device=device).repeat_interleave(size_of, output_size=total)
+    at = torch.arange(total, device=device) - (size_of.cumsum(0) - size_of)[which]
+    tokens, counts = held[row_of[which], at], torch.where(at < prompt[which], PROMPT, 1)
     drafted = [(i, token, 1) for i, row in enumerate(rows) for token in row.draft]
     if drafted:
         more = zip((which, tokens, counts), numbers(drafted, device).unbind(1), strict=True)

@@ -22,7 +22,7 @@ GREEDY = 1e-5  # temperatures below it choose the likeliest token
 Sampled = tuple[list[int], list[Logprob | None]]
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take three times as long to make
 class Row:
     """A token to choose: output token `at` of a sequence, if the text goes on with `draft`.
 
@@ -36,7 +36,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if self.matcher is None and not self.draft:
-            object.__setattr__(self, "matcher", self.seq.matcher)
+            self.matcher = self.seq.matcher
 
     def after(self, token: int) -> "Row":
         """The row behind one more drafted token."""

@@ -11,7 +11,7 @@ from anybit.engine.sequence import Sequence
 MOST_PROMPTS = 64  # that one step begins to read
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, which would take three times as long to make
 class Scheduled:
     """A sequence, and which of its tokens run in a step: so many `tokens` from `first` on.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anybit.engine.detokenizer import Detokenizer
-    from anybit.engine.penalties import Tally
+    from anybit.engine.penalties import Table, Tally
     from anybit.engine.structured import Matcher
 
 
@@ -128,7 +128,7 @@ class Sequence:
     accepted: int = 0  # tokens of the text that were drafted
     rejected: int = 0  # drafted ones that were not taken
     # Of the sampler, on devices: what the text holds, and tokens whose logits always change.
-    tallies: "dict[torch.device, Tally]" = field(default_factory=dict)
+    tallies: "dict[Table, Tally]" = field(default_factory=dict)
     fixed: "dict[tuple[str, torch.device, int], tuple[Tensor, Tensor]]" = field(
         default_factory=dict
     )
