@@ -198,7 +198,7 @@ class Engine:
             return out + self._read() + self._failed(flight.scheduled, error)
         self._timed(flight.scheduled)
         out += self._taken(flight, tokens, logprobs)
-        self._choose()
+        out += self._choose()
         return out if self.runner.overlaps else out + self._read()
 
     def _taken(
@@ -246,13 +246,20 @@ class Engine:
         except Exception as error:
             return failing(scheduled, error)
 
-    def _choose(self) -> None:
-        """Sample for the step that was started ahead, if that took the tokens that came now."""
-        if self.flight is not None and self.flight.choose is not None:
+    def _choose(self) -> list[Delta]:
+        """Sample for the step that was started ahead, if that took the tokens that came now.
+
+        Texts are read while masks of grammars are computed.
+        """
+        flight, out = self.flight, []
+        if flight is not None and flight.choose is not None:
             try:
-                self.flight = self.flight.choose()
+                chosen = flight.choose()
+                out = self._read()
+                self.flight = chosen()
             except Exception as error:
-                self.flight = failing(self.flight.scheduled, error)
+                self.flight = failing(flight.scheduled, error)
+        return out
 
     def _take(self, s: Scheduled, found: list[tuple[Row, int, Logprob | None]]) -> list[Delta]:
         """Append what was sampled for a sequence; free the blocks if that ends it.

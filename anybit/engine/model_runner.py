@@ -12,7 +12,7 @@ from torch import Tensor
 from anybit.engine.graphs import StepGraphs, prompt_sizes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.prompts import read_prompts
-from anybit.engine.sampler import Row, Sampled, rows_of, sample
+from anybit.engine.sampler import Masks, Row, Sampled, masks_of, rows_of, sample
 from anybit.engine.scheduler import Scheduled
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Pairs
@@ -31,14 +31,15 @@ class Flight:
     """A step that was started. rows: what it samples. tokens: these, on the device.
 
     wait: waits for them. Without rows there are no tokens. choose: what samples, where that takes
-    the tokens of the step before, which the host did not know yet; it gives the whole flight.
+    the tokens of the step before, which the host did not know yet: it starts masks of grammars, and
+    gives what waits for them and gives the whole flight.
     """
 
     scheduled: list[Scheduled]
     rows: list[Row]
     tokens: Tensor | None
     wait: Callable[[], Sampled]
-    choose: Callable[[], "Flight"] | None = None
+    choose: Callable[[], Callable[[], "Flight"]] | None = None
 
 
 class Runner(Protocol):
@@ -112,18 +113,25 @@ class ModelRunner:
             given = None if previous is None else self._continued(scheduled, previous)
             logits = self.logits(scheduled, given)
             if logits is None or (previous and any(s.seq.matcher for s in scheduled)):
-                later = None if logits is None else partial(self._chosen, scheduled, logits)
+                later = None if logits is None else partial(self._masked, scheduled, logits)
                 return Flight(scheduled, [], None, lambda: ([], []), later)
-            return self._chosen(scheduled, logits, given)
+            return self._chosen(scheduled, logits, rows_of(scheduled), given)
+
+    @torch.inference_mode()
+    def _masked(self, scheduled: list[Scheduled], logits: Tensor) -> Callable[[], Flight]:
+        """Start the masks of a step whose model has been started; what samples then."""
+        rows = rows_of(scheduled)
+        masks = masks_of(logits, rows)
+        return partial(self._chosen, scheduled, logits, rows, None, masks)
 
     @torch.inference_mode()
     def _chosen(
-        self, scheduled: list[Scheduled], logits: Tensor, given: Tensor | None = None
-    ) -> Flight:
+        self, scheduled: list[Scheduled], logits: Tensor, rows: list[Row], given: Tensor | None,
+        masks: Masks | None = None,
+    ) -> Flight:  # fmt: skip
         """A step whose model has been started, and now its sampling."""
         with torch.accelerator.device_index(self.device.index):
-            rows = rows_of(scheduled)
-            return Flight(scheduled, rows, *sample(logits, rows, given))
+            return Flight(scheduled, rows, *sample(logits, rows, given, masks))
 
     def logits(self, scheduled: list[Scheduled], given: Tensor | None = None) -> Tensor | None:
         """Run a step: logits (B, vocabulary) of what it samples, valid until the next step.

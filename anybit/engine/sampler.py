@@ -11,7 +11,7 @@ from torch import Tensor
 from anybit.engine.penalties import penalize
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
-from anybit.engine.structured import Matcher, constrain
+from anybit.engine.structured import Matcher, begin
 from anybit.kernels.between import of
 from anybit.kernels.races import race
 
@@ -20,6 +20,7 @@ GREEDY = 1e-5  # temperatures below it choose the likeliest token
 
 
 Sampled = tuple[list[int], list[Logprob | None]]
+Masks = Callable[[Tensor], Tensor]
 
 
 @dataclass  # not frozen, which would take three times as long to make
@@ -57,17 +58,24 @@ def rows_of(scheduled: list[Scheduled]) -> list[Row]:
     return rows
 
 
+def masks_of(logits: Tensor, rows: list[Row]) -> Masks:
+    """Start to compute what grammars allow; a function of the logits (B, V) that applies it."""
+    # A text may have ended while its step began: nobody will read what comes of that.
+    return begin(logits, [None if row.seq.finish else row.matcher for row in rows])
+
+
 def sample(
-    logits: Tensor, rows: list[Row], given: Tensor | None = None
+    logits: Tensor, rows: list[Row], given: Tensor | None = None, masks: Masks | None = None
 ) -> tuple[Tensor, Callable[[], Sampled]]:
     """Choose a token for each row of logits (B, V).
 
-    given (B,): the tokens before, on the device, if the host does not know them yet.
+    given (B,): the tokens before, on the device, if the host does not know them yet. masks: of
+    `masks_of`, if they were begun.
 
     Returns the tokens (B,) int32 on the device and a function that waits for them and for their log
     probabilities.
     """
-    tokens = choose(logits, rows, given)
+    tokens = choose(logits, rows, given, masks)
     asked = logprobs(logits, tokens, rows)
     arrived = to_host(tokens)
 
@@ -78,17 +86,18 @@ def sample(
     return tokens, wait
 
 
-def choose(logits: Tensor, rows: list[Row], given: Tensor | None = None) -> Tensor:
-    """Tokens (B,) int32 by logits (B, V). given: as `sample` has it.
+def choose(
+    logits: Tensor, rows: list[Row], given: Tensor | None = None, masks: Masks | None = None
+) -> Tensor:
+    """Tokens (B,) int32 by logits (B, V). given, masks: as `sample` has them.
 
     INVALID stands for a row with NaN or inf, and for one of which nothing is left to choose.
 
     A token depends on its own row's logits, parameters and key alone, not on the rest of the batch.
     """
     tokens = of(logits).likeliest(logits, INVALID)
-    # A text may have ended while its step began: nobody will read what comes of that.
-    matchers = [None if row.seq.finish else row.matcher for row in rows]
-    adjusted = constrain(penalize(logits, rows, given), matchers)
+    masks = masks or masks_of(logits, rows)
+    adjusted = masks(penalize(logits, rows, given))
     if adjusted is not logits:
         tokens = torch.where(tokens == INVALID, tokens, of(adjusted).likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):

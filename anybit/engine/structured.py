@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import secrets
 import threading
@@ -16,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -268,9 +270,10 @@ class Matcher:
 
     def fill(self, bits: Tensor) -> None:
         """Set the bits (words,) int32 of the tokens that may come next, and clear the others."""
-        begun = time.thread_time()
-        self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * bits.element_size())
-        self.found.computed(time.thread_time() - begun)
+        if not self.found.error:
+            begun, size = time.thread_time(), bits.numel() * bits.element_size()
+            self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), size)
+            self.found.computed(time.thread_time() - begun)
 
     def filled(self, bits: Tensor) -> None:
         """Look for errors, and allow thoughts to begin."""
@@ -311,52 +314,79 @@ class Matcher:
             self.failed()
 
 
-def fill(matchers: list[Matcher], bits: Tensor) -> None:
-    """Set the bits (B, words) int32 of the tokens that may come next, and clear the others.
+def begin(logits: Tensor, matchers: list[Matcher | None]) -> Callable[[Tensor], Tensor]:
+    """Start to compute the masks of rows of logits (B, V) that have a matcher.
 
-    Masks are computed side by side, which leaves open how long each has taken. So one in turn is
-    computed by itself, and all of a grammar of which no mask is known, or whose last one took long.
+    Returns a function of logits on the same device that waits for them, and gives -inf to tokens
+    that a row's matcher does not allow. Until then no token may be taken.
+    """
+    rows = [i for i, matcher in enumerate(matchers) if matcher is not None]
+    if not rows:
+        return lambda logits: logits
+    # Of other memory, a copy of this size waits for the model's step.
+    words = -(-logits.shape[1] // 32)
+    bits = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=logits.is_cuda)
+    filled = fill([matcher for matcher in matchers if matcher is not None], bits)
+
+    def constrain(logits: Tensor) -> Tensor:
+        filled()
+        allowed = unpacked(bits.to(logits.device, non_blocking=True))[:, : logits.shape[1]].bool()
+        index = torch.tensor(rows).to(logits.device, non_blocking=True)
+        masked = logits[index].masked_fill(~allowed, float("-inf"))
+        return logits.index_copy(0, index, masked)
+
+    return constrain
+
+
+def unpacked(bits: Tensor) -> Tensor:
+    """The bits (B, 32 * words) of words (B, words)."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return (bits[:, :, None] >> shifts).bitwise_and_(1).flatten(1)
+
+
+def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], None]:
+    """Start to set the bits (B, words) int32 of tokens that may come next, and to clear the others.
+
+    Returns a function that waits for that. Masks are computed side by side, which leaves open how
+    long each has taken. So one in turn is computed by itself, and all of a grammar of which no mask
+    is known, or whose last one took long.
     """
     turn = next(TURNS) % len(matchers)
-    together = []
+    alone: list[int] = []
+    together: list[tuple[int, int]] = []  # sorted, so that threads begin with lanes of their own
     for at, matcher in enumerate(matchers):
         if matcher.thinking:
             bits[at].fill_(-1)
-        elif matcher.found.error:
-            matcher.filled(bits[at])
         elif at == turn or matcher.found.last > MASK:
-            matcher.fill(bits[at])
-            matcher.filled(bits[at])
-        else:
+            alone.append(at)
+        elif not matcher.found.error:
             together.append((id(matcher.lane), at))
-    # Sorted, so that threads begin with lanes of their own.
     jobs = [(matchers[at].grammar, at) for _, at in sorted(together)]
-    if jobs:
-        words = bits.shape[1] * bits.element_size()
-        executor().unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
-    for _, at in together:
-        matchers[at].filled(bits[at])
+    words, started = bits.shape[1] * bits.element_size(), threading.Event()
+    thread, executor = threads(os.getpid())
+
+    def work() -> None:
+        started.set()
+        if jobs:
+            executor.unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
+        for at in alone:
+            matchers[at].fill(bits[at])
+
+    job = thread.submit(work)  # also what has failed is done before the next
+    started.wait()  # Python's lock is free only when the masks are on their way
+
+    def wait() -> None:
+        job.result()
+        for at, matcher in enumerate(matchers):
+            if not matcher.thinking:
+                matcher.filled(bits[at])
+
+    return wait
 
 
 @cache
-def executor() -> Any:
-    """Threads that compute masks."""
+def threads(process: int) -> tuple[ThreadPoolExecutor, Any]:
+    """A thread that waits for masks, and those that compute them, which no fork has."""
     from llguidance import LLExecutor
 
-    return LLExecutor(SIDE_BY_SIDE)
-
-
-def constrain(logits: Tensor, matchers: list[Matcher | None]) -> Tensor:
-    """Logits (B, V) with -inf for tokens that a row's matcher, if it has one, does not allow."""
-    rows = [i for i, matcher in enumerate(matchers) if matcher is not None]
-    if not rows:
-        return logits
-    count = logits.shape[1]
-    # Of other memory, a copy of this size waits for the model's step.
-    bits = torch.empty(len(rows), -(-count // 32), dtype=torch.int32, pin_memory=logits.is_cuda)
-    fill([matcher for matcher in matchers if matcher is not None], bits)
-    bits = bits.to(logits.device, non_blocking=True)
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (bits[:, :, None] >> shifts).bitwise_and_(1).flatten(1)[:, :count].bool()
-    index = torch.tensor(rows).to(logits.device, non_blocking=True)
-    return logits.index_copy(0, index, logits[index].masked_fill(~allowed, float("-inf")))
+    return ThreadPoolExecutor(1, "anybit-masks"), LLExecutor(SIDE_BY_SIDE)

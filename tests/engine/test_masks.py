@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from anybit.engine import structured
-from anybit.engine.structured import Grammars, Matcher, Structured, constrain, fill
+from anybit.engine.structured import Grammars, Matcher, Structured, begin, fill
 from tests.engine.conftest import PICO
 
 KINDS: list[dict[str, Any]] = [
@@ -24,14 +24,15 @@ KINDS: list[dict[str, Any]] = [
 
 
 def test_masks_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def every(steps: list[int], bits: torch.Tensor) -> None:
+    def every(steps: list[int], bits: torch.Tensor) -> Callable[[], None]:
         for step, row in zip(steps, bits, strict=True):
             on = torch.arange(32 * len(row)) % step == 0
             row.copy_((on.view(-1, 32).long() << torch.arange(32)).sum(1).to(torch.int32))
+        return lambda: None
 
     monkeypatch.setattr(structured, "fill", every)
     logits = torch.randn(4, 70)
-    got = constrain(logits, [None, 1, 3, 31])  # type: ignore[list-item]
+    got = begin(logits, [None, 1, 3, 31])(logits)  # type: ignore[list-item]
     assert torch.equal(got[:2], logits[:2])
     for row, step in ((2, 3), (3, 31)):
         keep = torch.arange(70) % step == 0
@@ -44,7 +45,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     """Texts in four grammars, some of which think; a grammar is compiled for every two of them."""
     for name, value in {"SIDE_BY_SIDE": 3, "TEXTS": 2, "QUICK": math.inf}.items():
         monkeypatch.setattr(structured, name, value)
-    structured.executor.cache_clear()
+    structured.threads.cache_clear()
     grammars = Grammars(AutoTokenizer.from_pretrained(PICO), 4096, frozenset([0]))
     asked = [Structured(**kind) for kind in KINDS]
     asked += [Structured(**kind, think=(5, 6), thinking=True) for kind in KINDS]
@@ -56,11 +57,11 @@ def walk(matchers: list[Matcher], steps: int) -> Iterator[list[torch.Tensor]]:
     rng, running = random.Random(3), list(matchers)
     for _ in range(steps):
         bits = torch.full((len(matchers), 128), 0x5A5A5A5A, dtype=torch.int32)
-        fill(running, bits[: len(running)])
+        fill(running, bits[: len(running)])()
         yield list(bits[: len(running)])
         for matcher, row in zip(list(running), bits, strict=False):
             if not matcher.error:
-                allowed = (row[:, None] >> torch.arange(32) & 1).flatten().nonzero().flatten()
+                allowed = structured.unpacked(row[None])[0].nonzero().flatten()
                 close = matcher.thinking and rng.random() < 0.3
                 matcher.take(6 if close else int(allowed[rng.randrange(len(allowed))]))
             if matcher.error or matcher.ended:

@@ -133,10 +133,10 @@ def test_what_fails_to_be_sampled_takes_no_neighbour_with_it(
     prompts, params, sample = [[5], [66], [7]], held_back(3), model_runner.sample
     want = llm.generate(prompts, params)
 
-    def fail(logits: object, rows: list, given: object) -> object:
+    def fail(logits: object, rows: list, *more: object) -> object:
         if any(row.seq.tokens[0] == 66 and row.at == 5 for row in rows):
             raise RuntimeError("out of luck")
-        return sample(logits, rows, given)
+        return sample(logits, rows, *more)
 
     monkeypatch.setattr(model_runner, "sample", fail)
     got = llm.generate(prompts, params)
