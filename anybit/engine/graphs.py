@@ -98,6 +98,7 @@ class Rows:
         changed, i, single = False, 0, self.single(size)
         at_prompt = single
         contexts[:], states[:], starts[:single] = 0, 0, np.arange(single)
+        singles: list[tuple[int, ...]] = []  # written at once
         for s in scheduled:
             if s.tokens > 1:
                 if at_prompt == single:
@@ -112,13 +113,15 @@ class Rows:
             given = () if tokens is not None else (s.seq.tokens[s.first],)
             for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
-                rows[:, i] = token, at, slot
-                contexts[i], states[i] = at + 1, s.seq.row
+                singles.append((token, at, slot, at + 1, s.seq.row))
                 known, count = self.known[i]
                 if known is not blocks or count != len(blocks):
                     tables[i, : len(blocks)] = blocks
                     self.known[i], changed = (blocks, len(blocks)), True
                 i += 1
+        if singles:
+            values, count = np.array(singles).T, len(singles)
+            rows[:, :count], contexts[:count], states[:count] = values[:3], values[3], values[4]
         if at_prompt == single:
             starts[single] = i if self.prompts else single
         starts[at_prompt + 1 :] = starts[at_prompt]
