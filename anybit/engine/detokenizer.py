@@ -11,7 +11,7 @@ Decode = Callable[[list[int]], str]
 UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not yet
 CONTEXT = 8  # tokens that are decoded again with a new one, for the spaces and characters between
 BYTES = 4  # of a character
-LONGEST = 64  # tokens that are decoded again where no place to begin is found
+LONGEST = 32  # tokens that are decoded again where no place to begin is found
 
 
 class Detokenizer:
@@ -88,7 +88,8 @@ class Detokenizer:
             if not tail and self.decode(self._window[:-size]) == decoded:  # special tokens
                 self._window = self._window[:-size]
                 return
-            if tail and (forced or UNKNOWN not in tail) and decoded.endswith(tail):
+            # Bytes that are no character may become one until a character has followed them.
+            if tail and (forced or tail[-1] != UNKNOWN) and decoded.endswith(tail):
                 break
             if not forced and len(self._window) % CONTEXT:
                 return  # other sizes are tried now and then

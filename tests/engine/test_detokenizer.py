@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from transformers import AutoTokenizer
 
-from anybit.engine.detokenizer import UNKNOWN, Detokenizer
+from anybit.engine.detokenizer import LONGEST, UNKNOWN, Detokenizer
 from tests.engine.conftest import PICO
 
 TEXT = "naïve 東京 🙂👩‍👩‍👧 \n\tdef f(x): return 'ünïcödé'  # ∀x∈∅\r\n" * 3
@@ -59,6 +59,20 @@ def test_any_text_byte_by_byte(text: str, cut: int) -> None:
 def test_bytes_that_are_no_text_are_not_held_back_forever(data: bytes) -> None:
     pieces, _ = stream(Detokenizer(bytes_decode, []), list(data))
     assert "".join(pieces) == data.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("piece", [b"ab\xff", b"\xff", "é\xc3".encode() + b"\xe2\x82a"])
+def test_bytes_that_are_no_text_make_no_step_longer(piece: bytes) -> None:
+    decoded: list[int] = []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return bytes_decode(tokens)
+
+    data = list(piece * (300 // len(piece)))
+    stream(Detokenizer(decode, []), data)
+    assert max(decoded) <= LONGEST + 1
+    assert sum(decoded) < (28 if piece == b"\xff" else 20) * len(data)
 
 
 @given(
