@@ -11,8 +11,9 @@ from torch import Tensor
 
 from anybit.engine.graphs import StepGraphs, prompt_sizes
 from anybit.engine.models.layers import Decoder
+from anybit.engine.penalties import penalize
 from anybit.engine.prompts import read_prompts
-from anybit.engine.sampler import Masks, Row, Sampled, masks_of, rows_of, sample
+from anybit.engine.sampler import Row, Sampled, masks_of, rows_of, sample
 from anybit.engine.scheduler import Scheduled
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Pairs
@@ -112,26 +113,28 @@ class ModelRunner:
         with torch.accelerator.device_index(self.device.index):
             given = None if previous is None else self._continued(scheduled, previous)
             logits = self.logits(scheduled, given)
-            if logits is None or (previous and any(s.seq.matcher for s in scheduled)):
-                later = None if logits is None else partial(self._masked, scheduled, logits)
+            if logits is None:
+                return Flight(scheduled, [], None, lambda: ([], []))
+            rows = rows_of(scheduled)
+            adjusted = penalize(logits, rows, given)
+            if previous and any(s.seq.matcher for s in scheduled):
+                later = partial(self._masked, scheduled, rows, logits, adjusted)
                 return Flight(scheduled, [], None, lambda: ([], []), later)
-            return self._chosen(scheduled, logits, rows_of(scheduled), given)
+            return Flight(scheduled, rows, *sample(logits, rows, adjusted))
 
     @torch.inference_mode()
-    def _masked(self, scheduled: list[Scheduled], logits: Tensor) -> Callable[[], Flight]:
+    def _masked(
+        self, scheduled: list[Scheduled], rows: list[Row], logits: Tensor, adjusted: Tensor
+    ) -> Callable[[], Flight]:
         """Start the masks of a step whose model has been started; what samples then."""
-        rows = rows_of(scheduled)
         masks = masks_of(logits, rows)
-        return partial(self._chosen, scheduled, logits, rows, None, masks)
 
-    @torch.inference_mode()
-    def _chosen(
-        self, scheduled: list[Scheduled], logits: Tensor, rows: list[Row], given: Tensor | None,
-        masks: Masks | None = None,
-    ) -> Flight:  # fmt: skip
-        """A step whose model has been started, and now its sampling."""
-        with torch.accelerator.device_index(self.device.index):
-            return Flight(scheduled, rows, *sample(logits, rows, given, masks))
+        @torch.inference_mode()
+        def chosen() -> Flight:
+            with torch.accelerator.device_index(self.device.index):
+                return Flight(scheduled, rows, *sample(logits, rows, adjusted, masks))
+
+        return chosen
 
     def logits(self, scheduled: list[Scheduled], given: Tensor | None = None) -> Tensor | None:
         """Run a step: logits (B, vocabulary) of what it samples, valid until the next step.

@@ -65,17 +65,16 @@ def masks_of(logits: Tensor, rows: list[Row]) -> Masks:
 
 
 def sample(
-    logits: Tensor, rows: list[Row], given: Tensor | None = None, masks: Masks | None = None
+    logits: Tensor, rows: list[Row], adjusted: Tensor | None = None, masks: Masks | None = None
 ) -> tuple[Tensor, Callable[[], Sampled]]:
     """Choose a token for each row of logits (B, V).
 
-    given (B,): the tokens before, on the device, if the host does not know them yet. masks: of
-    `masks_of`, if they were begun.
+    adjusted (B, V): of `penalize`, and masks: of `masks_of`, if that was begun.
 
     Returns the tokens (B,) int32 on the device and a function that waits for them and for their log
     probabilities.
     """
-    tokens = choose(logits, rows, given, masks)
+    tokens = choose(logits, rows, adjusted, masks)
     asked = logprobs(logits, tokens, rows)
     arrived = to_host(tokens)
 
@@ -87,9 +86,9 @@ def sample(
 
 
 def choose(
-    logits: Tensor, rows: list[Row], given: Tensor | None = None, masks: Masks | None = None
+    logits: Tensor, rows: list[Row], adjusted: Tensor | None = None, masks: Masks | None = None
 ) -> Tensor:
-    """Tokens (B,) int32 by logits (B, V). given, masks: as `sample` has them.
+    """Tokens (B,) int32 by logits (B, V). adjusted, masks: as `sample` has them.
 
     INVALID stands for a row with NaN or inf, and for one of which nothing is left to choose.
 
@@ -97,7 +96,7 @@ def choose(
     """
     tokens = of(logits).likeliest(logits, INVALID)
     masks = masks or masks_of(logits, rows)
-    adjusted = masks(penalize(logits, rows, given))
+    adjusted = masks(penalize(logits, rows) if adjusted is None else adjusted)
     if adjusted is not logits:
         tokens = torch.where(tokens == INVALID, tokens, of(adjusted).likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):
