@@ -9,7 +9,7 @@ from anybit.errors import InvalidInput
 Decode = Callable[[list[int]], str]
 
 UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not yet
-CONTEXT = 8  # tokens that are decoded again with a new one, for the spaces and characters between
+CONTEXT = 4  # tokens that are decoded again with a new one, for the spaces and characters between
 BYTES = 4  # of a character
 LONGEST = 32  # tokens that are decoded again where no place to begin is found
 
@@ -29,7 +29,7 @@ class Detokenizer:
         self.decode, self.include_stop = decode, include_stop
         self.held = ""
         self._stops = Stops(stop) if stop else None
-        self._window = list(prompt[-CONTEXT:])
+        self._window = list(prompt[-2 * CONTEXT :])
         self._prompt = decode(self._window) if decode else ""  # "" once the text has begun
         self._done = certain(self._prompt)  # the part of the window's text that was returned
         self._waited = 0  # tokens in a row with which the decoder has changed that part

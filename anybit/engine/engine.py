@@ -20,7 +20,7 @@ from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 log = logging.getLogger("anybit.engine")
 
-Decode = Callable[[list[int], Items[int]], str]  # tokens, and the special ones among them to show
+Decode = Callable[..., str]  # of tokens, and `shown`, the special ones among them to show
 
 
 @dataclass  # not frozen, which would take three times as long to make
@@ -149,7 +149,7 @@ class Engine:
             raise InvalidInput(f"request {request!r} is running already")
         new = self.length if params.max_tokens is None else params.max_tokens
         limit = min(len(prompt) + new, self.length)
-        decode = None if self.decode is None else partial(decoded, self.decode, params.shown)
+        decode = None if self.decode is None else partial(self.decode, shown=params.shown)
         seqs = []
         for index in range(params.n):
             text = Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
@@ -396,8 +396,3 @@ def failing(scheduled: list[Scheduled], error: Exception) -> Flight:
         raise error
 
     return Flight(scheduled, [], None, wait)
-
-
-def decoded(decode: Decode, shown: Items[int], tokens: list[int]) -> str:
-    """Text of tokens."""
-    return decode(tokens, shown)

@@ -284,9 +284,7 @@ class LLM:
         """Text of tokens, without special ones other than those shown."""
         if shown:
             tokens = [t for t in tokens if t not in self.special or t in shown]
-        return self._decode(
-            tokens, skip_special_tokens=not shown, clean_up_tokenization_spaces=False
-        )
+        return self._decode(tokens, skip_special_tokens=not shown)
 
     def embed(self, prompts: Prompt | Items[Prompt]) -> list[list[float]]:
         """A vector (hidden,) of length 1 for each prompt: the mean of its last hidden states."""
@@ -421,8 +419,17 @@ def decoder(tokenizer: Any) -> Any:
     transformers' own `decode` first looks whether any of them is a tensor, which takes longer than
     the rest.
     """
+    if tokenizer is None:
+        return None
     own = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
-    return tokenizer._decode if own else getattr(tokenizer, "decode", None)
+    if own and getattr(tokenizer, "is_fast", False):
+        from transformers import PreTrainedTokenizerFast
+
+        if type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+            return tokenizer.backend_tokenizer.decode
+    return partial(
+        tokenizer._decode if own else tokenizer.decode, clean_up_tokenization_spaces=False
+    )
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:

@@ -301,8 +301,8 @@ class Matcher:
         elif self.fresh and token == self.open:
             self.thinking = True
         else:
-            self.grammar.consume_token(token)
-            self._check()
+            if not self.grammar.consume_token(token):
+                self._check()
             self.ended = not self.error and self.grammar.is_stopped()  # an error stops it, too
         self.fresh = False
 
