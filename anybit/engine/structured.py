@@ -37,8 +37,9 @@ STUCK = "the grammar cannot go on"  # which is its fault, not the server's
 # Others wait while a mask is computed: after some seconds, a grammar's may take so long each.
 SECONDS, MASK = 1.0, 5e-3
 # Texts that copy a compiled grammar share its lock. So one that takes no more seconds to compile is
-# compiled again for every few texts, up to as often as masks are computed side by side.
-QUICK, TEXTS, SIDE_BY_SIDE = 0.02, 4, min(16, cores())
+# compiled again for every few, up to twice for each thread that computes masks.
+QUICK, TEXTS, THREADS = 0.01, 4, min(16, cores())
+LANES = 2 * THREADS
 TURNS = itertools.count()
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 ADVICE = {  # what users can do about errors that name llguidance's own options
@@ -138,7 +139,7 @@ class Compiled:
     def lane(self) -> Lane:
         """The one for a new text."""
         lane = min(self.lanes, key=lambda lane: len(lane.texts))
-        if self.again and len(lane.texts) >= TEXTS and len(self.lanes) < SIDE_BY_SIDE:
+        if self.again and len(lane.texts) >= TEXTS and len(self.lanes) < LANES:
             lane = Lane(self.again()[0])
             self.lanes.append(lane)
         return lane
@@ -389,4 +390,4 @@ def threads(process: int) -> tuple[ThreadPoolExecutor, Any]:
     """A thread that waits for masks, and those that compute them, which no fork has."""
     from llguidance import LLExecutor
 
-    return ThreadPoolExecutor(1, "anybit-masks"), LLExecutor(SIDE_BY_SIDE)
+    return ThreadPoolExecutor(1, "anybit-masks"), LLExecutor(THREADS)

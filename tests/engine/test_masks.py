@@ -43,7 +43,7 @@ def test_masks_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     """Texts in four grammars, some of which think; a grammar is compiled for every two of them."""
-    for name, value in {"SIDE_BY_SIDE": 3, "TEXTS": 2, "QUICK": math.inf}.items():
+    for name, value in {"THREADS": 3, "LANES": 3, "TEXTS": 2, "QUICK": math.inf}.items():
         monkeypatch.setattr(structured, name, value)
     structured.threads.cache_clear()
     grammars = Grammars(AutoTokenizer.from_pretrained(PICO), 4096, frozenset([0]))
