@@ -87,7 +87,7 @@ def penalize(logits: Tensor, rows: "list[Row]", given: Tensor | None = None) -> 
     given (B,): each text's last token, on the device, where the host does not know it yet.
     """
     out = logits
-    index = [i for i, row in enumerate(rows) if row.seq.params.penalizes]
+    index = [i for i, row in enumerate(rows) if row.seq.params.penalties]
     if index:
         if given is not None and len(index) < len(rows):
             given = given[numbers(index, logits.device)]
@@ -105,15 +105,9 @@ def penalize(logits: Tensor, rows: "list[Row]", given: Tensor | None = None) -> 
 def penalized(logits: Tensor, index: list[int], rows: "list[Row]", given: Tensor | None) -> Tensor:
     """A copy of logits (B, V) in fp32 after the penalties of those rows."""
     which, tokens, counts = counted(rows, given, logits.device)
-    params = [row.seq.params for row in rows]
-    each = torch.tensor(
-        [
-            [max(p.repetition_penalty, TINY) for p in params],
-            [p.presence_penalty for p in params],
-            [p.frequency_penalty for p in params],
-        ]
-    ).to(logits.device, non_blocking=True)
-    repetition, presence, frequency = each[:, which]
+    each = torch.tensor([row.seq.params.penalties for row in rows])
+    repetition, presence, frequency = each.to(logits.device, non_blocking=True)[which].unbind(1)
+    repetition = repetition.clamp_min(TINY)
     rows_ = which if len(index) == len(logits) else numbers(index, logits.device)[which]
     at = rows_ * logits.shape[1] + tokens
     held = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from anybit.engine.checks import CHECKS
@@ -83,11 +84,11 @@ class SamplingParams:
         """Whether the answer needs the model's output at every token of the prompt."""
         return self.embed or self.prompt_logprobs is not None
 
-    @property
-    def penalizes(self) -> bool:
-        """Whether logits depend on what the text holds."""
-        repeats = bool(self.presence_penalty or self.frequency_penalty)
-        return repeats or self.repetition_penalty != 1
+    @cached_property
+    def penalties(self) -> tuple[float, float, float] | None:
+        """Of repetition, presence and frequency, where logits depend on what the text holds."""
+        found = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return None if found == (1, 0, 0) else found
 
 
 @dataclass(frozen=True)
