@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anybit.kernels.backend import Pairs
+from anybit.kernels.scans import Singles, Texts
 
 if TYPE_CHECKING:
     from anybit.kernels.kv.cache import LayerCache
@@ -66,6 +67,18 @@ class Batch:
         return Part(self.tables[n:], self.contexts[n:], self.starts[n:], longest)
 
     @cached_property
+    def runs(self) -> list["Run"]:
+        """What recurrences do: the sequences with one token, and the others."""
+        n, out = self.decodes, []
+        if n:
+            out.append(Run(Singles(n), self.rows[:n], self.positions[:n], slice(0, n)))
+        if n < len(self.queries):
+            texts = Texts.cut(self.queries[n:], {}, self.rows.device)
+            first = self.positions[self.starts[n:-1][texts.order]]
+            out.append(Run(texts, self.rows[n:][texts.order], first, slice(n, None)))
+        return out
+
+    @cached_property
     def whole(self) -> bool:
         """Whether the others are prompts that begin in this step, all of them long."""
         pairs = zip(self.queries[self.decodes :], self.lengths[self.decodes :], strict=False)
@@ -79,6 +92,15 @@ class Part(NamedTuple):
     contexts: Tensor
     starts: Tensor
     longest: int
+
+
+class Run(NamedTuple):
+    """Sequences whose states advance together: their rows and first positions, and their tokens."""
+
+    texts: Texts
+    rows: Tensor
+    first: Tensor
+    tokens: slice
 
 
 # What a token sees, as transformers' masks say it: of batch, head, and the positions of queries and

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from anybit.kernels.attention import Batch
 from anybit.kernels.kv.format import KvFormat, zeros
+from anybit.kernels.scans import Texts, joined
 
-# From states (B, ...) and inputs (B, L, N) of B texts to outputs (B, L, M) and new states.
-Scan = Callable[[list[Tensor], Tensor], tuple[Tensor, list[Tensor]]]
+# From states (n, ...) and inputs (T, N) of n texts to outputs (T, M) and new states.
+Scan = Callable[[list[Tensor], Tensor, Texts], tuple[Tensor, list[Tensor]]]
 
 
 class Room(NamedTuple):
@@ -92,28 +93,17 @@ class RowStates:
     def advance(self, scan: Scan, x: Tensor, batch: Batch, which: slice = slice(None)) -> Tensor:
         """Outputs (T, M) for inputs (T, N) of a step, each text's from its own states on.
 
-        The texts with one token run together; the others one after the other. which: of the states
-        the scan takes.
+        which: of the states the scan takes.
         """
-        out, n, stop = [], batch.decodes, batch.decodes
-        states = self.states[which]
-        if n:
-            rows, first = batch.rows[:n], batch.positions[:n]
-            out.append(advanced(states, scan, x[:n, None], rows, first)[:, 0])
-        for i in range(n, len(batch.queries)):
-            start, stop = stop, stop + batch.queries[i]
-            first, row = batch.positions[start : start + 1], batch.rows[i : i + 1]
-            out.append(advanced(states, scan, x[None, start:stop], row, first)[0])
-        return torch.cat(out)
-
-
-def advanced(states: list[Tensor], scan: Scan, x: Tensor, rows: Tensor, first: Tensor) -> Tensor:
-    """Outputs (B, L, M) of texts in some rows, whose next tokens have positions `first` (B,)."""
-    going = first > 0
-    before = [
-        torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0) for s in states
-    ]
-    out, after = scan(before, x)
-    for state, new in zip(states, after, strict=True):
-        state[rows] = new.to(state.dtype)
-    return out
+        out = []
+        for texts, rows, first, tokens in batch.runs:
+            going = first > 0
+            before = [
+                torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0)
+                for s in self.states[which]
+            ]
+            y, after = scan(before, x[tokens], texts)
+            out.append(y)
+            for state, new in zip(self.states[which], after, strict=True):
+                state[rows] = new.to(state.dtype)
+        return joined(out)

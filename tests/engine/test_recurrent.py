@@ -15,7 +15,15 @@ from anybit.engine.model_runner import ModelRunner, state_bytes
 from anybit.engine.models.hosted import Hosted
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
-from anybit.kernels.scans import CHUNK, convolved, delta_rule, selective, state_space
+from anybit.kernels.scans import (
+    CHUNK,
+    Singles,
+    Texts,
+    convolved,
+    delta_rule,
+    selective,
+    state_space,
+)
 from anybit.kernels.state import Room, RowStates
 from tests.engine.conftest import ARCHITECTURES, RECURRENT, prompts, random_model, reference
 from tests.engine.test_engine import (
@@ -27,6 +35,7 @@ from tests.engine.test_engine import (
 from tests.engine.test_models import edit
 
 Checkpoint = Callable[[str], Path]
+Recurred = tuple[Tensor, Tensor]  # outputs, and states
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 MIXED = ("lfm2", "falcon_h1", "jamba", "mamba2", "qwen3_5")  # each kind of state
 
@@ -229,68 +238,131 @@ def test_a_convolution_of_single_tokens_keeps_no_state(tmp_path: Path) -> None:
     assert output.tokens == reference(model, [5, 6, 7], 9)
 
 
-def cut(size: int, rng: random.Random) -> list[int]:
-    """Lengths that sum up to a size, some of them 1."""
+def space(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Recurred:
     out = []
-    while size:
-        out.append(min(size, rng.choice([1, 1, 2, 3, CHUNK, CHUNK + 5])))
-        size -= out[-1]
-    return out
+    for t in range(len(x)):
+        state = state * (dt[t] * a).exp()[..., None, None]
+        state = state + (dt[t, ..., None] * x[t])[..., None] * b[t, :, None, None]
+        out.append((state * c[t, :, None, None]).sum(-1))
+    return torch.stack(out), state
 
 
-@pytest.mark.parametrize("size", [1, 2, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
-def test_scans_are_recurrences_however_they_are_cut(size: int) -> None:
-    rng, made = random.Random(size), torch.Generator().manual_seed(size)
+def channels(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Recurred:
+    out = []
+    for t in range(len(x)):
+        state = state * (dt[t, :, None] * a).exp() + (dt[t] * x[t])[..., None] * b[t]
+        out.append((state * c[t]).sum(-1))
+    return torch.stack(out), state
+
+
+def delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Recurred:
+    out = []
+    for t in range(len(q)):
+        state = state * decay[t, :, None, None].exp()
+        off = v[t] - (state * k[t, ..., None]).sum(1)
+        state = state + (beta[t, :, None] * k[t])[..., None] * off[:, None]
+        out.append((state * q[t, ..., None]).sum(1))
+    return torch.stack(out), state
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [1],
+        [2],
+        [CHUNK],
+        [CHUNK + 1, 3],
+        [5, 3 * CHUNK - 1, CHUNK, 1, 2 * CHUNK, 2 * CHUNK],
+        [1] * 9,
+    ],
+)
+def test_scans_are_recurrences_however_texts_are_cut(lengths: list[int]) -> None:
+    """From any states on, with states at places in between, and in one step or several."""
+    rng, made = random.Random(len(lengths)), torch.Generator().manual_seed(sum(lengths))
+    total, count = sum(lengths), len(lengths)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=made, dtype=torch.float64)
 
-    x, dt, b, c = normal(2, size, 3, 2, 5), normal(2, size, 3, 2).exp(), *normal(2, 2, size, 3, 4)
-    a, state = -normal(3, 2).exp(), normal(2, 3, 2, 5, 4)
-    h, want = state, []
-    for t in range(size):
-        h = h * (dt[:, t] * a).exp()[..., None, None]
-        h = h + (dt[:, t, ..., None] * x[:, t])[..., None] * b[:, t, :, None, None]
-        want.append((h * c[:, t, :, None, None]).sum(-1))
-    got, parts = [], cut(size, rng)
-    for each in zip(*(t.split(parts, 1) for t in (x, dt, b, c)), strict=True):
-        out, state = state_space(state, each[0], each[1], a, each[2], each[3])
-        got.append(out)
-    torch.testing.assert_close(torch.cat(got, 1), torch.stack(want, 1))
-    torch.testing.assert_close(state, h)
+    def check(
+        scan: Callable[..., Recurred], recurrence: Callable[..., Recurred], state: Tensor,
+        parts: list[Tensor], **options: Tensor,
+    ) -> None:  # fmt: skip
+        for several in (False, True):
+            kept = {i: {rng.randint(1, n), rng.randint(1, n)} for i, n in enumerate(lengths)}
+            kept = {i: places for i, places in kept.items() if rng.random() < 0.7}
+            texts = Texts.cut(lengths, kept, torch.device("cpu"))
+            texts.near = rng.random() < 0.5  # elsewhere, all tokens are in hand at once
+            order = texts.order.tolist()
+            if several and total > count:  # all but the first token in another step
+                own, after = [], state
+                first = [sum(lengths[:i]) for i in range(count)]
+                one = [texts_part[first] for texts_part in parts]
+                out, after = scan(after, one, Singles(count), **options)
+                going = [i for i, n in enumerate(lengths) if n > 1]
+                rest = [t for i, n in zip(first, lengths, strict=True) for t in range(i + 1, i + n)]
+                texts = Texts.cut([lengths[i] - 1 for i in going], {}, torch.device("cpu"))
+                order = [going[i] for i in texts.order.tolist()]
+                own, ended = scan(after[order], [part[rest] for part in parts], texts, **options)
+                got = torch.empty(total, *out.shape[1:], dtype=out.dtype)
+                got[first], got[rest] = out, own
+                states, kept = after.clone(), {}
+                states[order] = ended
+                order = list(range(count))
+            else:
+                got, states = scan(state[order], parts, texts, **options)
+            at = 0
+            for i, n in enumerate(lengths):
+                own = [part[at : at + n] for part in parts]
+                want, end = recurrence(state[i], *own, **options)
+                torch.testing.assert_close(got[at : at + n], want)
+                torch.testing.assert_close(states[order.index(i)], end)
+                at += n
+            for found, (at, begin, passed) in zip(
+                states[count:], texts.ends.T.tolist()[count:] if kept else [], strict=True
+            ):
+                assert begin == sum(lengths[: order[at]])
+                assert passed in kept[order[at]]
+                own = [part[begin : begin + passed] for part in parts]
+                torch.testing.assert_close(found, recurrence(state[order[at]], *own, **options)[1])
+            assert len(states) == count + sum(len(places) for places in kept.values())
 
-    x, dt, b, c = *normal(2, 2, size, 5), *normal(2, 2, size, 3)
-    dt, a, h = dt.exp(), -normal(5, 3).exp(), normal(2, 5, 3)
-    state, want, got = h, [], []
-    for t in range(size):
-        h = h * (dt[:, t, :, None] * a).exp() + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
-        want.append((h * c[:, t, None]).sum(-1))
-    for each in zip(*(t.split(parts, 1) for t in (x, dt, b, c)), strict=True):
-        out, state = selective(state, each[0], each[1], a, each[2], each[3])
-        got.append(out)
-    torch.testing.assert_close(torch.cat(got, 1), torch.stack(want, 1))
-    torch.testing.assert_close(state, h)
+    def in_pieces(function: Callable[..., Recurred]) -> Callable[..., Recurred]:
+        def scan(state: Tensor, parts: list[Tensor], texts: Texts, **options: Tensor) -> Recurred:
+            cut = [texts.pieces(part) for part in parts]
+            out, after = function(state, cut, texts, **options)
+            return texts.flat(out), after
 
-    q, k = normal(2, 2, 3, size, 4) / 2
-    v, decay, beta = normal(2, 3, size, 5), -normal(2, 3, size).exp(), normal(2, 3, size).sigmoid()
-    s = state = normal(2, 3, 4, 5)
-    want, got = [], []
-    for t in range(size):
-        s = s * decay[:, :, t, None, None].exp()
-        off = v[:, :, t] - (s * k[:, :, t, :, None]).sum(2)
-        s = s + (beta[:, :, t, None] * k[:, :, t])[..., None] * off[:, :, None]
-        want.append((s * q[:, :, t, :, None]).sum(2))
-    for each in zip(*(t.split(parts, 2) for t in (q, k, v, decay, beta)), strict=True):
-        out, state = delta_rule(state, *each)
-        got.append(out)
-    torch.testing.assert_close(torch.cat(got, 2), torch.stack(want, 2))
-    torch.testing.assert_close(state, s)
+        return scan
 
-    x, weight, bias = normal(2, size, 6).float(), normal(6, 4).float(), normal(6).float()
-    window = torch.zeros(2, 3, 6)
-    padded, got = torch.cat([window, x], 1), []
-    for each in x.split(parts, 1):
-        out, window = convolved(window, each, weight, bias)
-        got.append(out)
-    want = [(padded[:, t : t + 4] * weight.T).sum(1) + bias for t in range(size)]
-    torch.testing.assert_close(torch.cat(got, 1), torch.stack(want, 1))
+    x, dt, b, c = normal(total, 3, 2, 5), normal(total, 3, 2).exp(), *normal(2, total, 3, 4)
+    check(
+        in_pieces(lambda s, p, texts, a: state_space(s, p[0], p[1], a, p[2], p[3], texts)),
+        space, normal(count, 3, 2, 5, 4), [x, dt, b, c], a=-normal(3, 2).exp(),
+    )  # fmt: skip
+    x, dt, b, c = normal(total, 5), normal(total, 5).exp(), *normal(2, total, 3)
+    check(
+        in_pieces(lambda s, p, texts, a: selective(s, p[0], p[1], a, p[2], p[3], texts)),
+        channels, normal(count, 5, 3), [x, dt, b, c], a=-normal(5, 3).exp(),
+    )  # fmt: skip
+    q, k = normal(2, total, 3, 4) / 2
+    v, decay, beta = normal(total, 3, 5), -normal(total, 3).exp(), normal(total, 3).sigmoid()
+    check(
+        in_pieces(lambda s, p, texts: delta_rule(s, p[0], p[1], p[2], p[3], p[4], texts)),
+        delta, normal(count, 3, 4, 5), [q, k, v, decay, beta],
+    )  # fmt: skip
+
+    weight, bias = normal(6, 4), normal(6)
+
+    def convolve(window: Tensor, parts: list[Tensor], texts: Texts) -> Recurred:
+        out, after = convolved(window, parts[0], weight, bias, texts)
+        return texts.flat(out).double(), after
+
+    def convolution(window: Tensor, x: Tensor) -> Recurred:
+        padded = torch.cat([window, x])
+        sums = [(padded[t : t + 4] * weight.T).sum(0) + bias for t in range(len(x))]
+        return torch.stack(sums), padded[len(x) :]
+
+    window, x = normal(count, 3, 6), normal(total, 6)
+    weight, bias, window, x = (t.half().double() for t in (weight, bias, window, x))
+    check(convolve, convolution, window, [x])

@@ -16,7 +16,7 @@ from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import rms_norm
-from anybit.kernels.scans import convolved, delta_rule, selective, state_space
+from anybit.kernels.scans import Texts, convolved, delta_rule, selective, state_space
 from anybit.kernels.state import Recurrence, RowStates
 
 State = tuple[tuple[int, ...], torch.dtype]
@@ -40,8 +40,8 @@ class Convolution(nn.Module):
         channels, size = self.weight.shape
         return (size - 1, channels), self.weight.dtype
 
-    def forward(self, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return convolved(window, x, self.weight, self.bias)
+    def forward(self, window: Tensor, x: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+        return convolved(window, x, self.weight, self.bias, texts)
 
 
 class ShortConv(Mixer):
@@ -64,9 +64,9 @@ class ShortConv(Mixer):
         before, after, x = self.in_proj(x).chunk(3, 1)
         return self.out_proj(after * state.advance(self.scan, before * x, batch))
 
-    def scan(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        out, window = self.conv(states[0], x)
-        return out, [window]
+    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
+        out, window = self.conv(states[0], x, texts)
+        return texts.flat(out), [window]
 
 
 class GatedNorm(nn.Module):
@@ -181,18 +181,19 @@ class Mamba2(Mixer):
         gate, rest = found.tensor_split([self.parts[0]], 1)
         return self.out_proj(self.norm(state.advance(self.scan, rest, batch), gate))
 
-    def scan(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """From x, B, C and time steps (B, L, N) to outputs (B, L, inner) in fp32."""
-        mixed, dt = x.split([sum(self.parts[:3]), self.parts[3]], 2)
-        mixed, window = self.conv(states[0], mixed)
+    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
+        """From x, B, C and time steps (T, N) to outputs (T, inner) in fp32."""
+        mixed, dt = x.split([sum(self.parts[:3]), self.parts[3]], 1)
+        mixed, window = self.conv(states[0], mixed, texts)
         groups = self.sizes.groups
         x, b, c = (
             t.float().unflatten(2, (groups, -1)) for t in self.act(mixed).split(self.parts[:3], 2)
         )
         x = x.unflatten(3, (-1, self.sizes.dim))
-        dt = F.softplus(dt.float().unflatten(2, (groups, -1)) + self.dt_bias)
-        out, state = state_space(states[1], x, dt, self.a, b, c)
-        return (out + x * self.d[..., None]).flatten(2), [window, state]
+        dt = texts.pieces(dt).float().unflatten(2, (groups, -1))
+        dt = F.softplus(dt + self.dt_bias)
+        out, state = state_space(states[1], x, dt, self.a, b, c, texts)
+        return texts.flat((out + x * self.d[..., None]).flatten(2)), [window, state]
 
 
 def mamba2(
@@ -259,15 +260,18 @@ class Mamba1(Mixer):
         out = state.advance(self.scan, given, batch, slice(1, 2)) * F.silu(gate.float())
         return self.out_proj(out.to(gate.dtype))
 
-    def convolve(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        out, window = self.conv(states[0], x)
-        return out, [window]
+    def convolve(
+        self, states: list[Tensor], x: Tensor, texts: Texts
+    ) -> tuple[Tensor, list[Tensor]]:
+        out, window = self.conv(states[0], x, texts)
+        return texts.flat(out), [window]
 
-    def scan(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """From x, time steps, B and C (B, L, N) to outputs (B, L, inner), all in fp32."""
-        x, dt, b, c = x.split([self.inner, self.inner, *self.parts[1:]], 2)
-        out, state = selective(states[0], x, F.softplus(dt + self.dt_bias), self.a, b, c)
-        return out + x * self.d, [state]
+    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
+        """From x, time steps, B and C (T, N) to outputs (T, inner), all in fp32."""
+        x, dt, b, c = texts.pieces(x).split([self.inner, self.inner, *self.parts[1:]], 2)
+        dt = F.softplus(dt + self.dt_bias)
+        out, state = selective(states[0], x, dt, self.a, b, c, texts)
+        return texts.flat(out + x * self.d), [state]
 
 
 class DeltaSizes(NamedTuple):
@@ -342,11 +346,11 @@ class GatedDelta(Mixer):
         qkv = torch.cat([t.flatten(1) for t in (q, k, v)], 1)
         return qkv, gate.flatten(1), b.flatten(1), a.flatten(1)
 
-    def scan(self, states: list[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """From Q, K, V, b and a (B, L, N) to outputs (B, L, inner) in fp32."""
+    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
+        """From Q, K, V, b and a (T, N) to outputs (T, inner) in fp32."""
         heads, v_heads, dim, v_dim, _ = self.sizes
-        mixed, b, a = x.split([x.shape[2] - 2 * v_heads, v_heads, v_heads], 2)
-        mixed, window = self.conv(states[0], mixed)
+        mixed, strengths = x.split([x.shape[1] - 2 * v_heads, 2 * v_heads], 1)
+        mixed, window = self.conv(states[0], mixed, texts)
         parts = self.act(mixed).float().split([heads * dim, heads * dim, v_heads * v_dim], 2)
         q, k, v = (t.unflatten(2, (-1, n)) for t, n in zip(parts, (dim, dim, v_dim), strict=True))
         q, k = (
@@ -355,9 +359,7 @@ class GatedDelta(Mixer):
             )
             for t in (q, k)
         )
-        decay = self.a * F.softplus(a.float() + self.dt_bias)
-        out, state = delta_rule(
-            states[1],
-            *(t.transpose(1, 2) for t in (q * dim**-0.5, k, v, decay, b.float().sigmoid())),
-        )
-        return out.transpose(1, 2).flatten(2), [window, state]
+        b, a = texts.pieces(strengths).float().chunk(2, 2)
+        decay = self.a * F.softplus(a + self.dt_bias)
+        out, state = delta_rule(states[1], q * dim**-0.5, k, v, decay, b.sigmoid(), texts)
+        return texts.flat(out.flatten(2)), [window, state]
