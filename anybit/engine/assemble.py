@@ -82,7 +82,7 @@ def assemble(
     vocabulary = loaded.config.get_text_config().vocab_size
     runner: Runner
     drafter: Drafter | None = None
-    rows = 0
+    rows = kept = 0
     if settings.exact_answers:
         check_exact(loaded.model).exact_answers = True
     if isinstance(loaded.model, Generator):
@@ -91,7 +91,8 @@ def assemble(
         settings = replace(settings, max_running=1, max_tokens=length, prefix_caching=False)
     else:
         room = room_of(loaded, small, settings)
-        blocks, rows = room.blocks, max(room.rows - 1, 0)
+        blocks, kept = room.blocks, room.kept
+        rows = max(room.rows - 1 - kept, 0)
         length = min(loaded.model.length, blocks * settings.block_size)
         if rows:
             settings = replace(settings, max_running=min(settings.max_running, rows))
@@ -100,7 +101,7 @@ def assemble(
             drafter = draft_model(runner, small, room, vocabulary, settings)
         elif settings.draft is not None:
             drafter = Lookup()
-    manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows)
+    manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows, kept)
     steps, each = (settings.max_running, settings.max_tokens), 1 + settings.exact_answers
     scheduler = Scheduler(manager, *steps, each)
     if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
@@ -212,16 +213,27 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
     given = granted(free, 2 * (each + own), step, settings.kv_bytes, device)
     if given is None:
         whole = -(-model.length // size) * each + own
-        given = min(CPU_CACHE if free is None else free, most * whole + own)
+        given = min(CPU_CACHE if free is None else free, most * (whole + own) + own)
     if not own:
         return none._replace(blocks=counted(given, each, 2, f"blocks of {size} tokens"))
     # A row more takes what steps write for nobody. K and V have at least half of the memory.
     rows = counted(given // 2 if each else given, own, 2, "texts' states, one of them for padding")
-    rows = min(rows, most + 1)
-    blocks = (rows - 1) * -(-model.length // size)
+    rows, kept = shared_rows(rows - 1, most, settings)
+    blocks = rows * -(-model.length // size)
     if each:
-        blocks = counted(given - rows * own, each, 2, f"blocks of {size} tokens")
-    return none._replace(blocks=blocks, rows=rows)
+        blocks = counted(given - (1 + rows + kept) * own, each, 2, f"blocks of {size} tokens")
+    return none._replace(blocks=blocks, rows=1 + rows + kept, kept=kept)
+
+
+def shared_rows(rows: int, most: int, settings: Settings) -> tuple[int, int]:
+    """Of rows of states, those that texts have and those for ends of prefixes.
+
+    Prefixes get a quarter where rows are few, and as many as texts where there are enough.
+    """
+    if settings.deterministic or not settings.prefix_caching:  # other pieces add up in another way
+        return min(rows, most), 0
+    own = min(most, max(1, rows * 3 // 4))
+    return own, min(rows - own, most)
 
 
 def granted(

@@ -18,7 +18,7 @@ from anybit.engine.scheduler import Scheduled
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
-from anybit.kernels.state import LayerState, Room
+from anybit.kernels.state import LayerState, Room, RowStates
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products,
 # and a recording keeps all that lies between them.
@@ -141,6 +141,10 @@ class ModelRunner:
 
         given: the tokens, if the host does not know them yet.
         """
+        begin = [(s.begin, s.seq.row) for s in scheduled if s.begin]
+        for state in self.states if begin else ():
+            if isinstance(state, RowStates):
+                state.copy(*self.tensor(begin).T)
         reading = any(s.reads_prompt for s in scheduled)
         adapters = self.model.adapters
         adapted = adapters is not None and adapters.select(scheduled, self.device)
@@ -211,7 +215,10 @@ class ModelRunner:
         lengths: list[int] = []
         queries: list[int] = []
         rows: list[int] = []
+        kept: dict[int, dict[int, int]] = {}
         for s in scheduled:
+            if s.kept:
+                kept[len(queries)] = {at - s.first: row for at, row in s.kept}
             first, last = s.first, s.first + s.tokens + len(s.draft)
             tokens += [*s.seq.tokens[first : first + s.tokens], *s.draft]
             positions += range(first, last)
@@ -232,6 +239,7 @@ class ModelRunner:
             lengths=lengths,
             decodes=queries.count(1),
             rows=self.tensor(rows),
+            kept=kept,
         )
         # INVALID runs as any other; nobody will read what comes of it.
         return self.tensor(tokens) if given is None else given.clamp_min(0), batch

@@ -17,7 +17,8 @@ class Scheduled:
 
     samples: whether the step reaches the end of the sequence, so that a token is sampled.
     draft: tokens that may come next. They run behind the one token of the step, and a token is
-    sampled after each of them, too.
+    sampled after each of them, too. begin: the row of states that it begins with; 0: its own. kept:
+    numbers of tokens and rows, which get the states behind so many tokens of the text.
     """
 
     seq: Sequence
@@ -25,6 +26,8 @@ class Scheduled:
     tokens: int
     samples: bool
     draft: tuple[int, ...] = ()
+    begin: int = 0
+    kept: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampled(self) -> int:
@@ -81,15 +84,15 @@ class Scheduler:
                     break
             else:
                 if tokens:
-                    out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
+                    out.append(self._part(seq, tokens))
                 at += 1
         while self.waiting and len(self.running) < self.max_running and not preempted:
             prompts += 1
             if prompts > MOST_PROMPTS or room.left < self.each:
                 break
-            seq = self.waiting[0]
+            seq, begin = self.waiting[0], 0
             if not seq.blocks and not seq.params.reads_prompt:  # cached tokens run no more
-                self.blocks.match(seq)
+                begin = self.blocks.match(seq)
             tokens = room.take(seq)
             if not tokens or not self.blocks.grow(seq, seq.computed + tokens):
                 self.blocks.release(seq)
@@ -100,8 +103,14 @@ class Scheduler:
                 self.prefix_queries += len(seq.tokens)
                 self.prefix_hits += seq.cached
             self.running.append(self.waiting.popleft())
-            out.append(Scheduled(seq, seq.computed, tokens, tokens == seq.remaining))
+            out.append(self._part(seq, tokens, begin))
         return sorted(out, key=lambda s: s.tokens)  # decodes first
+
+    def _part(self, seq: Sequence, tokens: int, begin: int = 0) -> Scheduled:
+        """The next tokens of a sequence."""
+        kept = self.blocks.keep(seq, tokens)
+        ends = tokens == seq.remaining
+        return Scheduled(seq, seq.computed, tokens, ends, begin=begin, kept=kept)
 
     def _room(self) -> Room:
         """What the next step may take."""
@@ -151,7 +160,7 @@ class Scheduler:
         """
         if not self.blocks.recurrent:
             return scheduled
-        return replace(scheduled, first=0, tokens=scheduled.first + scheduled.tokens)
+        return replace(scheduled, first=0, tokens=scheduled.first + scheduled.tokens, begin=0)
 
     def done(self, scheduled: Scheduled, accepted: int = 0) -> None:
         """Note that a scheduled sequence's tokens have run; accepted: of its draft."""

@@ -122,6 +122,8 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     row: int = 0  # of recurrent states; 0 is nobody's
+    fork: int = 0  # tokens of the longest known prefix, with states at its end or without
+    keeping: list[tuple[int, int]] = field(default_factory=list)  # rows that its prefixes get
     digests: list[bytes] = field(default_factory=list)  # of the full blocks, in order
     finish: str | None = None
     stop_reason: str | int | None = None

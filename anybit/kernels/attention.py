@@ -29,7 +29,7 @@ class Batch:
     sequence that the cache holds, with this step's. starts (B + 1,): where each sequence's tokens
     begin in T. rows (B,): where the states of each sequence lie, if layers keep any. On the host:
     queries and lengths: tokens of each sequence in this step, and contexts. decodes: sequences with
-    one token.
+    one token. kept: of some sequences, rows that get the states behind so many of its tokens.
     """
 
     positions: Tensor
@@ -41,6 +41,7 @@ class Batch:
     lengths: list[int]
     decodes: int
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    kept: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def pairs(self, rows: int | None = None) -> Pairs | None:
         """Two rows of codes for sequences with one token, if any are; of `rows`, if given."""
@@ -71,11 +72,17 @@ class Batch:
         """What recurrences do: the sequences with one token, and the others."""
         n, out = self.decodes, []
         if n:
-            out.append(Run(Singles(n), self.rows[:n], self.positions[:n], slice(0, n)))
+            rows = self.rows[:n]
+            out.append(Run(Singles(n), rows, self.positions[:n], slice(0, n), rows))
         if n < len(self.queries):
-            texts = Texts.cut(self.queries[n:], {}, self.rows.device)
+            kept = {i - n: places for i, places in self.kept.items()}
+            texts = Texts.cut(self.queries[n:], kept, self.rows.device)
             first = self.positions[self.starts[n:-1][texts.order]]
-            out.append(Run(texts, self.rows[n:][texts.order], first, slice(n, None)))
+            rows = to = self.rows[n:][texts.order]
+            if kept:
+                own = [kept[i][passed] for i, passed in texts.saved]
+                to = torch.cat([rows, torch.tensor(own, dtype=rows.dtype).to(rows.device)])
+            out.append(Run(texts, rows, first, slice(n, None), to))
         return out
 
     @cached_property
@@ -95,12 +102,17 @@ class Part(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Sequences whose states advance together: their rows and first positions, and their tokens."""
+    """Sequences whose states advance together.
+
+    rows: of states before. first: positions of first tokens. tokens: of the step. to: rows that get
+    the states that a scan gives.
+    """
 
     texts: Texts
     rows: Tensor
     first: Tensor
     tokens: slice
+    to: Tensor
 
 
 # What a token sees, as transformers' masks say it: of batch, head, and the positions of queries and

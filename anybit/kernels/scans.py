@@ -29,6 +29,7 @@ class Texts:
         order: The texts as scans have them, int32 (n,).
         counts: Pieces of each round; P together.
         kept: Of each round, texts (in `order`) whose state behind their piece is wanted, too.
+        saved: Those, as they were given, and how many of their tokens have passed.
         size: L.
         table: Of each piece, int32 (4, P): its text (in `order`), the text's first token, and those
             tokens of the text where the piece begins and ends.
@@ -39,10 +40,11 @@ class Texts:
     """
 
     def __init__(
-        self, counts: list[int], kept: list[list[int]], size: int, order: Tensor, table: Tensor,
-        ends: Tensor, places: Tensor,
+        self, counts: list[int], kept: list[list[int]], saved: list[tuple[int, int]], size: int,
+        order: Tensor, table: Tensor, ends: Tensor, places: Tensor,
     ):  # fmt: skip
-        self.counts, self.kept, self.size, self.order = counts, kept, size, order
+        self.counts, self.kept, self.saved, self.size = counts, kept, saved, size
+        self.order = order
         self.table, self.ends, self.places = table, ends, places
         self.near = table.device.type == "cpu"
         at = table[2][:, None] + torch.arange(size, dtype=torch.int32, device=table.device)
@@ -73,7 +75,7 @@ class Texts:
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         counts, keeps, places = [], [], [0] * starts[-1]
         table: list[tuple[int, ...]] = []
-        ends: list[tuple[int, ...]] = []
+        saved: list[tuple[int, int]] = []
         for depth in range(len(pieces[order[0]])):
             going = [i for i in order if len(pieces[i]) > depth]
             counts.append(len(going))
@@ -83,11 +85,12 @@ class Texts:
                 at = len(table) * size
                 places[starts[i] + first : starts[i] + stop] = range(at, at + stop - first)
                 table.append((n, starts[i], first, stop))
-            ends += [(n, starts[order[n]], pieces[order[n]][depth][1]) for n in keeps[-1]]
-        ends = [(n, starts[i], lengths[i]) for n, i in enumerate(order)] + ends
+            saved += [(order[n], pieces[order[n]][depth][1]) for n in keeps[-1]]
+        passed = [*((i, lengths[i]) for i in order), *saved]
+        ends = [(order.index(i), starts[i], tokens) for i, tokens in passed]
         numbers = (order, list(zip(*table, strict=True)), list(zip(*ends, strict=True)), places)
         tensors = (torch.tensor(t, dtype=torch.int32) for t in numbers)
-        return cls(counts, keeps, size, *(t.to(device, non_blocking=True) for t in tensors))
+        return cls(counts, keeps, saved, size, *(t.to(device, non_blocking=True) for t in tensors))
 
     def flat(self, pieces: Tensor) -> Tensor:
         """What pieces (P, L, ...) say of each token, (T, ...)."""

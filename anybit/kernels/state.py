@@ -27,6 +27,7 @@ class Room(NamedTuple):
         rows: Of states, of which each text holds one.
         kv: How K and V are kept.
         device: Where.
+        kept: Of the rows, those for states at ends of prefixes.
     """
 
     blocks: int
@@ -34,6 +35,7 @@ class Room(NamedTuple):
     rows: int
     kv: KvFormat
     device: torch.device
+    kept: int = 0
 
 
 class LayerState(Protocol):
@@ -90,13 +92,18 @@ class RowStates:
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self.states)
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Give rows what other rows hold."""
+        for state in self.states:
+            state[targets] = state.index_select(0, sources)
+
     def advance(self, scan: Scan, x: Tensor, batch: Batch, which: slice = slice(None)) -> Tensor:
         """Outputs (T, M) for inputs (T, N) of a step, each text's from its own states on.
 
         which: of the states the scan takes.
         """
         out = []
-        for texts, rows, first, tokens in batch.runs:
+        for texts, rows, first, tokens, to in batch.runs:
             going = first > 0
             before = [
                 torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0)
@@ -105,5 +112,5 @@ class RowStates:
             y, after = scan(before, x[tokens], texts)
             out.append(y)
             for state, new in zip(self.states[which], after, strict=True):
-                state[rows] = new.to(state.dtype)
+                state[to] = new.to(state.dtype)
         return joined(out)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,15 +46,18 @@ def assert_nothing_is_held(llm: LLM) -> None:
     runner, blocks = llm.engine.runner, llm.engine.scheduler.blocks
     assert isinstance(runner, ModelRunner)
     rows = {len(s.states[0]) for s in runner.states if isinstance(s, RowStates)}
-    assert rows == {len(blocks.rows) + 1}
-    assert sorted(blocks.rows) == list(range(1, *rows))
+    kept = [*blocks.kept.free, *blocks.kept.known.values()]
+    assert rows == {len(blocks.rows) + 1 + len(kept)}
+    assert sorted([*blocks.rows, *kept]) == list(range(1, *rows))
+    assert blocks.kept.known.keys() <= blocks.known.keys()
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_together_equals_one_by_one(checkpoint: Checkpoint, name: str) -> None:
     """In chunks, after preemptions, and with steps that start before the last one's tokens."""
-    llm = LLM(checkpoint(name))
+    llm = LLM(checkpoint(name), prefix_caching=False)
     many, params = prompts(15), mixed_params(15)
+    many[8:] = [many[3] + prompt for prompt in many[8:]]  # what they begin with is found again
     alone = [llm.generate(*each)[0] for each in zip(many, params, strict=True)]
     options = [{}, {"max_tokens": 7, "block_size": 4}, {"max_running": 3}, {"deterministic": True}]
     for option in options:
@@ -154,13 +158,70 @@ def test_memory_is_counted_by_rows_and_blocks(checkpoint: Checkpoint) -> None:
     assert row == 2 * 4 * (8 * 16 * 12 + 3 * (8 * 16 + 2 * 2 * 12))
     assert block == 2 * 4 * 2 * 4 * 2 * 16
     held = sum(state.nbytes for state in runner.states)
-    assert held == (len(blocks.rows) + 1) * row + blocks.count * block
+    rows = len(blocks.rows) + len(blocks.kept.free) + 1
+    assert held == rows * row + blocks.count * block
     assert (1 << 20) - row - block < held <= 1 << 20
-    assert llm.engine.scheduler.max_running == len(blocks.rows) == (1 << 19) // row - 1
+    assert rows == (1 << 19) // row
+    assert llm.engine.scheduler.max_running == len(blocks.rows) == (rows - 1) * 3 // 4
+    none = LLM(checkpoint("falcon_h1"), kv_bytes=1 << 20, block_size=4, prefix_caching=False)
+    assert none.engine.scheduler.max_running == rows - 1
     whole = LLM(checkpoint("mamba2"), max_running=5)  # as many as are asked for, and no K and V
     assert len(whole.engine.scheduler.blocks.rows) == 5
     free = LLM(checkpoint("mamba2"))
     assert_same(whole.generate(prompts(9), GREEDY), free.generate(prompts(9), GREEDY))
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("option", [{}, {"max_tokens": 5}, {"deterministic": True}])
+def test_prefixes_go_on_from_kept_states(
+    checkpoint: Checkpoint, name: str, option: dict[str, Any]
+) -> None:
+    first, *rest = prompts(5, longest=60)
+    system = (first * 20)[:23]
+    turn = [*system, *rest[0], 5, 6, 7]
+    plain = LLM(checkpoint(name), block_size=4, prefix_caching=False)
+    llm = LLM(checkpoint(name), block_size=4, **option)
+    cached = []
+    answer = plain.generate(turn, GREEDY)[0].tokens
+    others = [[*system, 2, 3, 4, *rest[i]] for i in (1, 2, 3)]
+    for prompt in (turn, turn, [*turn, *answer, *rest[1]], *others):
+        before = llm.engine.scheduler.prefix_hits
+        (output,) = llm.generate(prompt, GREEDY)
+        assert output.tokens == plain.generate(prompt, GREEDY)[0].tokens
+        cached.append(llm.engine.scheduler.prefix_hits - before)
+        assert_nothing_is_held(llm)
+    last = (len(turn) - 1) // 4 * 4
+    # The second text with a beginning finds where the first one has left it.
+    want = [0, last, last, 0, 20, 24]
+    assert cached == ([0] * 6 if "deterministic" in option else want)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> None:
+    """Rows are taken from prefixes, also in the step that begins there; texts are aborted."""
+    rng = random.Random(3)
+    bases = prompts(6, longest=30)
+    many = [(rng.choice(bases) * 9)[: rng.randint(5, 50)] + rng.choice(bases) for _ in range(40)]
+    plain = LLM(checkpoint(name), prefix_caching=False)
+    want = [output.tokens for output in plain.generate(many, GREEDY)]
+    llm = LLM(checkpoint(name), block_size=2, max_running=3, max_tokens=40)
+    blocks, engine = llm.engine.scheduler.blocks, llm.engine
+    del blocks.kept.free[2:]
+    got = dict[str, list[int]]()
+    for i, prompt in enumerate(many):
+        engine.add(str(i), prompt, GREEDY)
+    while engine.busy:
+        for delta in engine.step():
+            got.setdefault(delta.request, []).extend(delta.tokens)
+        if engine.requests and rng.random() < 0.1:
+            victim = rng.choice(list(engine.requests))
+            engine.abort(victim)
+            got.pop(victim, None)
+            engine.add(victim, many[int(victim)], GREEDY)
+    assert [got[str(i)] for i in range(len(many))] == want
+    assert engine.scheduler.prefix_hits > 50
+    assert len(blocks.kept.free) + len(blocks.kept.known) == 2
+    assert_no_block_is_held(engine)
 
 
 def test_a_cache_format_holds_k_and_v_alone(checkpoint: Checkpoint) -> None:
