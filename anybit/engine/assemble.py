@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.draft_model import DraftModel
+from anybit.engine.draft_model import BEHIND, DraftModel
 from anybit.engine.engine import Decode, Engine
 from anybit.engine.experts import OneByOne
 from anybit.engine.generator import Generator
@@ -92,7 +92,7 @@ def assemble(
     else:
         room = room_of(loaded, small, settings)
         blocks, kept = room.blocks, room.kept
-        rows = max(room.rows - 1 - kept, 0)
+        rows = room.rows - 1 - kept if loaded.model.recurrent else 0
         length = min(loaded.model.length, blocks * settings.block_size)
         if rows:
             settings = replace(settings, max_running=min(settings.max_running, rows))
@@ -172,7 +172,10 @@ def draft_model(
     behind = ModelRunner(
         small.model, room, settings.max_running, settings.max_tokens, states=states
     )
-    own = BlockManager(room.blocks, room.block_size, settings.prefix_caching) if apart else None
+    rows = room.rows - 1 if small.model.recurrent else 0
+    own = (
+        BlockManager(room.blocks, room.block_size, settings.prefix_caching, rows) if apart else None
+    )
     return DraftModel(behind, vocabulary, own, settings.max_tokens)
 
 
@@ -204,11 +207,15 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
     if small is not None:
         step += step_bytes(small.config.get_text_config(), kept, 0)
     device, size = model.embed_tokens.device, settings.block_size
-    none = Room(0, size, 0, settings.kv, device)
+    back = 0 if settings.draft is None else settings.draft_tokens + BEHIND
+    none = Room(0, size, 0, settings.kv, device, back=back)
     each, own = (
         sum(state_bytes(m, room) for m in models)
         for room in (none._replace(blocks=1), none._replace(rows=1))
     )
+    one = none._replace(rows=1, device=torch.device("meta"))
+    widest = max(layer.empty(one).nbytes for layer in model.memories)
+    step += 3 * graph_rows(settings) * widest  # states of a layer on their way to new ones
     free = cache_room(device, step if settings.kv_bytes is None else None)
     given = granted(free, 2 * (each + own), step, settings.kv_bytes, device)
     if given is None:
@@ -218,19 +225,20 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
         return none._replace(blocks=counted(given, each, 2, f"blocks of {size} tokens"))
     # A row more takes what steps write for nobody. K and V have at least half of the memory.
     rows = counted(given // 2 if each else given, own, 2, "texts' states, one of them for padding")
-    rows, kept = shared_rows(rows - 1, most, settings)
+    rows, kept = shared_rows(rows - 1, most, settings, model.recurrent)
     blocks = rows * -(-model.length // size)
     if each:
         blocks = counted(given - (1 + rows + kept) * own, each, 2, f"blocks of {size} tokens")
     return none._replace(blocks=blocks, rows=1 + rows + kept, kept=kept)
 
 
-def shared_rows(rows: int, most: int, settings: Settings) -> tuple[int, int]:
+def shared_rows(rows: int, most: int, settings: Settings, recurrent: bool) -> tuple[int, int]:
     """Of rows of states, those that texts have and those for ends of prefixes.
 
     Prefixes get a quarter where rows are few, and as many as texts where there are enough.
     """
-    if settings.deterministic or not settings.prefix_caching:  # other pieces add up in another way
+    # Steps that end elsewhere add up in another way.
+    if settings.deterministic or not settings.prefix_caching or not recurrent:
         return min(rows, most), 0
     own = min(most, max(1, rows * 3 // 4))
     return own, min(rows - own, most)

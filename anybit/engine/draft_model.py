@@ -126,8 +126,8 @@ class DraftModel:
     def _step(self, seq: Sequence, guess: list[int]) -> Scheduled:
         """The step that chooses what comes behind a guess."""
         if guess:
-            last = len(seq.tokens) + len(guess) - 1
-            return Scheduled(self.texts.get(seq, seq), last, 1, True)
+            last, text = len(seq.tokens) + len(guess) - 1, self.texts.get(seq, seq)
+            return Scheduled(text, last, 1, True, guessed=last - text.computed)
         if self.blocks is None:
             return Scheduled(seq, len(seq.tokens) - 1, 1, True)
         text = self.texts[seq]
@@ -212,11 +212,6 @@ def load_draft(
         return None
     if isinstance(loaded.model, Generator):
         raise InvalidInput("transformers' generate runs this model; leave out draft")
-    if loaded.model.recurrent:
-        raise InvalidInput(
-            "layers of this model keep states, which have no way back from wrong guesses; leave "
-            "out draft"
-        )
     if draft == "ngram":
         return None
     if isinstance(draft, Loaded):
@@ -234,11 +229,6 @@ def load_draft(
         raise InvalidInput(
             f"draft={str(draft)!r}: transformers' generate runs it, which is no faster; give "
             "another model, or 'ngram'"
-        )
-    if own.model.recurrent:
-        raise InvalidInput(
-            f"draft={str(draft)!r}: its layers keep states, which have no way back from wrong "
-            "guesses; give another model, or 'ngram'"
         )
     words, others = (x.tokenizer and x.tokenizer.get_vocab() for x in (loaded, own))
     sizes = [x.config.get_text_config().vocab_size for x in (loaded, own)]

@@ -59,10 +59,10 @@ class Rows:
         self.sizes, self.most, self.prompts = sizes, single, prompts
         self.width, self.block_size = width, block_size
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
-        # Of every token: itself, position and slot; of every sequence: context, row of states and
-        # first token, and blocks. On the host, and on the device.
+        # Of every token: itself, position and slot; of every sequence: context, row of states,
+        # tokens that stay, first token, and blocks. On the host, and on the device.
         pin, lists = device.type == "cuda", single + prompts
-        numbers = 3 * sizes[-1] + 3 * lists + 1
+        numbers = 3 * sizes[-1] + 4 * lists + 1
         self.host = [
             torch.zeros(n, dtype=torch.int32, pin_memory=pin) for n in (numbers, lists * width)
         ]
@@ -82,22 +82,23 @@ class Rows:
         """Sequences with one token that a graph takes."""
         return min(size, self.most)
 
-    def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any, Any]:
-        """Of the first buffer: tokens, positions and slots (3, size); contexts; states; starts."""
+    def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any]:
+        """Of the first buffer: tokens, positions and slots (3, size); contexts, rows of states and
+        tokens that stay (3, sequences); starts."""
         lists, end = self.single(size) + self.prompts, 3 * size
         rows = buffer[:end].reshape(3, size)
-        contexts, states = buffer[end : end + 2 * lists].reshape(2, lists)
-        return rows, contexts, states, buffer[end + 2 * lists : end + 3 * lists + 1]
+        numbers = buffer[end : end + 3 * lists].reshape(3, lists)
+        return rows, numbers, buffer[end + 3 * lists : end + 4 * lists + 1]
 
     def fill(self, size: int, scheduled: list[Scheduled], tokens: Tensor | None = None) -> None:
         """Write a step to the device. tokens: as `StepGraphs.logits` has them."""
         if self.copied:
             self.copied.synchronize()  # of the step before, which may still be running
-        rows, contexts, states, starts = self.parts(self.host[0].numpy(), size)
+        rows, numbers, starts = self.parts(self.host[0].numpy(), size)
         tables = self.host[1].numpy().reshape(-1, self.width)
         changed, i, single = False, 0, self.single(size)
         at_prompt = single
-        contexts[:], states[:], starts[:single] = 0, 0, np.arange(single)
+        numbers[:], starts[:single] = 0, np.arange(single)
         singles: list[tuple[int, ...]] = []  # written at once
         for s in scheduled:
             if s.tokens > 1:
@@ -105,7 +106,7 @@ class Rows:
                     starts[single] = i
                 self._fill_prompt(s, slice(i, i + s.tokens), rows, tables[at_prompt])
                 i += s.tokens
-                contexts[at_prompt], starts[at_prompt + 1] = s.first + s.tokens, i
+                numbers[0, at_prompt], starts[at_prompt + 1] = s.first + s.tokens, i
                 self.known[at_prompt] = ([], 0)
                 at_prompt, changed = at_prompt + 1, True
                 continue
@@ -113,7 +114,8 @@ class Rows:
             given = () if tokens is not None else (s.seq.tokens[s.first],)
             for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
-                singles.append((token, at, slot, at + 1, s.seq.row))
+                stays = s.first - s.guessed
+                singles.append((token, at, slot, at + 1, s.seq.row, stays))
                 known, count = self.known[i]
                 if known is not blocks or count != len(blocks):
                     tables[i, : len(blocks)] = blocks
@@ -121,13 +123,14 @@ class Rows:
                 i += 1
         if singles:
             values, count = np.array(singles).T, len(singles)
-            rows[:, :count], contexts[:count], states[:count] = values[:3], values[3], values[4]
+            rows[:, :count], numbers[:, :count] = values[:3], values[3:]
         if at_prompt == single:
             starts[single] = i if self.prompts else single
         starts[at_prompt + 1 :] = starts[at_prompt]
         rows[:, i:] = [[0], [0], [-1]]
-        numbers, lists = 3 * size + 3 * len(contexts) + 1, len(contexts)
-        for which, count in ((0, numbers), (1, lists * self.width * changed)):
+        lists = numbers.shape[1]
+        of_all = 3 * size + 4 * lists + 1, lists * self.width * changed
+        for which, count in enumerate(of_all):
             self.device[which][:count].copy_(self.host[which][:count], non_blocking=True)
         if self.copied:
             self.copied.record()
@@ -144,7 +147,8 @@ class Rows:
 
     def batch(self, size: int) -> tuple[Tensor, Batch]:
         """Tokens and the rest of a step of so many rows, as they are on the device."""
-        (tokens, positions, slots), contexts, states, starts = self.parts(self.device[0], size)
+        (tokens, positions, slots), numbers, starts = self.parts(self.device[0], size)
+        contexts, states, stay = numbers
         single, lists = self.single(size), len(contexts)
         # To those who launch, one prompt may be all, and no prompt is whole.
         prompts = [size, *(0,) * (self.prompts - 1)] if self.prompts else []
@@ -158,6 +162,7 @@ class Rows:
             lengths=[0] * lists,
             decodes=single,
             rows=states,
+            stay=stay,
         )
 
 

@@ -215,6 +215,7 @@ class ModelRunner:
         lengths: list[int] = []
         queries: list[int] = []
         rows: list[int] = []
+        stay: list[int] = []
         kept: dict[int, dict[int, int]] = {}
         for s in scheduled:
             if s.kept:
@@ -229,6 +230,7 @@ class ModelRunner:
             lengths += range(last - texts + 1, last + 1)
             queries += [s.tokens] + [1] * len(s.draft)
             rows += [s.seq.row] * texts
+            stay += [first - s.guessed] * texts
         batch = Batch(
             positions=self.tensor(positions),
             slots=self.tensor(slots),
@@ -239,6 +241,7 @@ class ModelRunner:
             lengths=lengths,
             decodes=queries.count(1),
             rows=self.tensor(rows),
+            stay=self.tensor(stay),
             kept=kept,
         )
         # INVALID runs as any other; nobody will read what comes of it.

@@ -18,7 +18,8 @@ class Scheduled:
     samples: whether the step reaches the end of the sequence, so that a token is sampled.
     draft: tokens that may come next. They run behind the one token of the step, and a token is
     sampled after each of them, too. begin: the row of states that it begins with; 0: its own. kept:
-    numbers of tokens and rows, which get the states behind so many tokens of the text.
+    numbers of tokens and rows, which get the states behind so many tokens of the text. guessed: how
+    many tokens before `first` may be taken back.
     """
 
     seq: Sequence
@@ -28,6 +29,7 @@ class Scheduled:
     draft: tuple[int, ...] = ()
     begin: int = 0
     kept: tuple[tuple[int, int], ...] = ()
+    guessed: int = 0
 
     @property
     def sampled(self) -> int:
@@ -156,11 +158,13 @@ class Scheduler:
     def again(self, scheduled: Scheduled) -> Scheduled:
         """A sequence's part of a step that failed, once more.
 
-        From the beginning where layers keep states, since the step may have changed some of them.
+        From the beginning where layers keep states, since the step may have changed some of them,
+        and without a draft.
         """
         if not self.blocks.recurrent:
             return scheduled
-        return replace(scheduled, first=0, tokens=scheduled.first + scheduled.tokens, begin=0)
+        tokens = scheduled.first + scheduled.tokens
+        return replace(scheduled, first=0, tokens=tokens, draft=(), begin=0)
 
     def done(self, scheduled: Scheduled, accepted: int = 0) -> None:
         """Note that a scheduled sequence's tokens have run; accepted: of its draft."""

@@ -27,9 +27,11 @@ class Batch:
     Of int32: positions (T,): of each token in its text. slots (T,): where its K and V go, as block
     * block_size + offset. tables (B, blocks): each sequence's blocks. contexts (B,): tokens of each
     sequence that the cache holds, with this step's. starts (B + 1,): where each sequence's tokens
-    begin in T. rows (B,): where the states of each sequence lie, if layers keep any. On the host:
-    queries and lengths: tokens of each sequence in this step, and contexts. decodes: sequences with
-    one token. kept: of some sequences, rows that get the states behind so many of its tokens.
+    begin in T. rows (B,): where the states of each sequence lie, if layers keep any. stay (B,): how
+    many tokens of each sequence no step can take back from it, of those before this step. On the
+    host: queries and lengths: tokens of each sequence in this step, and contexts. decodes:
+    sequences with one token. kept: of some sequences, rows that get the states behind so many of
+    its tokens.
     """
 
     positions: Tensor
@@ -41,6 +43,7 @@ class Batch:
     lengths: list[int]
     decodes: int
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    stay: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     kept: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def pairs(self, rows: int | None = None) -> Pairs | None:
@@ -73,7 +76,8 @@ class Batch:
         n, out = self.decodes, []
         if n:
             rows = self.rows[:n]
-            out.append(Run(Singles(n), rows, self.positions[:n], slice(0, n), rows))
+            first, stay = self.positions[:n], self.stay[:n]
+            out.append(Run(Singles(n), rows, first, stay, slice(0, n), rows))
         if n < len(self.queries):
             kept = {i - n: places for i, places in self.kept.items()}
             texts = Texts.cut(self.queries[n:], kept, self.rows.device)
@@ -82,7 +86,7 @@ class Batch:
             if kept:
                 own = [kept[i][passed] for i, passed in texts.saved]
                 to = torch.cat([rows, torch.tensor(own, dtype=rows.dtype).to(rows.device)])
-            out.append(Run(texts, rows, first, slice(n, None), to))
+            out.append(Run(texts, rows, first, first, slice(n, None), to))
         return out
 
     @cached_property
@@ -104,13 +108,14 @@ class Part(NamedTuple):
 class Run(NamedTuple):
     """Sequences whose states advance together.
 
-    rows: of states before. first: positions of first tokens. tokens: of the step. to: rows that get
-    the states that a scan gives.
+    rows: of states before. first: positions of first tokens. stay: as `Batch` has it. tokens: of
+    the step. to: rows that get the states that a scan gives.
     """
 
     texts: Texts
     rows: Tensor
     first: Tensor
+    stay: Tensor
     tokens: slice
     to: Tensor
 

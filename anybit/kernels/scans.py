@@ -179,6 +179,30 @@ class Singles(Texts):
         return whole, whole[:, 1:]
 
 
+class Padded(Texts):
+    """Texts of up to L tokens each, which are their pieces; what follows is padding.
+
+    lengths: tokens of each text, int32 (n,); none are a text, too.
+    """
+
+    near = False
+
+    def __init__(self, lengths: Tensor, size: int):
+        self.counts, self.kept, self.size, self.lengths = [len(lengths)], [[]], size, lengths
+        self.real = torch.arange(size, device=lengths.device) < lengths[:, None]
+
+    def flat(self, pieces: Tensor) -> Tensor:
+        return pieces.flatten(0, 1)
+
+    def pieces(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, self.real.shape)
+
+    def windowed(self, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = torch.cat([window, self.pieces(x)], 1)
+        at = self.lengths[:, None] + torch.arange(window.shape[1], device=x.device)
+        return whole, whole.gather(1, at[..., None].expand(-1, -1, whole.shape[2]).long())
+
+
 def read(x: Tensor, at: Tensor) -> Tensor:
     """x[at]; torch is faster at this for rows of x."""
     return x.index_select(0, at.flatten()).unflatten(0, at.shape)

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from anybit.kernels.attention import Batch
+from anybit.kernels.attention import Batch, Run
 from anybit.kernels.kv.format import KvFormat, zeros
-from anybit.kernels.scans import Texts, joined
+from anybit.kernels.scans import Padded, Singles, Texts, joined
 
 # From states (n, ...) and inputs (T, N) of n texts to outputs (T, M) and new states.
 Scan = Callable[[list[Tensor], Tensor, Texts], tuple[Tensor, list[Tensor]]]
@@ -28,6 +28,8 @@ class Room(NamedTuple):
         kv: How K and V are kept.
         device: Where.
         kept: Of the rows, those for states at ends of prefixes.
+        back: Tokens that a text may lose again after a step, since they were guessed, at most; 0:
+            none are guessed.
     """
 
     blocks: int
@@ -36,6 +38,7 @@ class Room(NamedTuple):
     kv: KvFormat
     device: torch.device
     kept: int = 0
+    back: int = 0
 
 
 class LayerState(Protocol):
@@ -66,14 +69,18 @@ class Recurrence(NamedTuple):
 
     Attributes:
         states: Shape and dtype of each, for one text.
+        inputs: Numbers of a token and their dtype, of each scan. If there are several scans, each
+            has a state.
     """
 
     states: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inputs: tuple[tuple[int, torch.dtype], ...]
 
     def empty(self, room: Room) -> "RowStates":
-        return RowStates(
-            [zeros((room.rows, *shape), dtype, room.device) for shape, dtype in self.states]
-        )
+        states = [zeros((room.rows, *shape), dtype, room.device) for shape, dtype in self.states]
+        if not room.back:
+            return RowStates(states)
+        return RowStates(states, [Late.empty(room, *each) for each in self.inputs])
 
 
 class RowStates:
@@ -81,36 +88,105 @@ class RowStates:
 
     Attributes:
         states: (rows, ...) each. A text begins with zeros, whatever its row holds.
+        late: Of each scan, inputs that the states have not seen, where they may be taken back.
     """
 
     by_kernels = True
 
-    def __init__(self, states: list[Tensor]):
-        self.states = states
+    def __init__(self, states: list[Tensor], late: "list[Late] | None" = None):
+        self.states, self.late = states, late or []
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
+        return sum(t.nbytes for t in (*self.states, *(late.inputs for late in self.late)))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Give rows what other rows hold."""
-        for state in self.states:
+        """Give rows what other rows hold, whose states have seen all inputs."""
+        for state in (*self.states, *(late.seen for late in self.late)):
             state[targets] = state.index_select(0, sources)
 
-    def advance(self, scan: Scan, x: Tensor, batch: Batch, which: slice = slice(None)) -> Tensor:
+    def advance(self, scan: Scan, x: Tensor, batch: Batch, part: int | None = None) -> Tensor:
         """Outputs (T, M) for inputs (T, N) of a step, each text's from its own states on.
 
-        which: of the states the scan takes.
+        part: which scan of the layer this is, if there are several.
         """
+        states = self.states if part is None else self.states[part : part + 1]
+        late = self.late[part or 0] if self.late else None
         out = []
-        for texts, rows, first, tokens, to in batch.runs:
-            going = first > 0
-            before = [
-                torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0)
-                for s in self.states[which]
-            ]
-            y, after = scan(before, x[tokens], texts)
+        for run in batch.runs:
+            own = x[run.tokens]
+            if late is None:
+                y, after = scan(taken(states, run.rows, run.first), own, run.texts)
+                write(states, run.to, after)
+            else:
+                y = late.advance(states, scan, own, run)
             out.append(y)
-            for state, new in zip(self.states[which], after, strict=True):
-                state[to] = new.to(state.dtype)
         return joined(out)
+
+
+class Late(NamedTuple):
+    """The latest inputs of texts whose tokens may be taken back, beside states without them.
+
+    A step brings states up to the tokens that stay whatever comes of it, by the inputs that were
+    kept, and then runs its own tokens from there: single ones without changing the states, each as
+    a text by itself. So nothing has to be undone, and each row is as small as a few inputs.
+
+    Attributes:
+        inputs: (rows, 2 * back, N), each token's at its position modulo that many.
+        seen: Tokens that the states of a row have seen, int32 (rows,).
+        back: Of one row, tokens that the states may lack before a step, or that it may add.
+    """
+
+    inputs: Tensor
+    seen: Tensor
+    back: int
+
+    @classmethod
+    def empty(cls, room: Room, numbers: int, dtype: torch.dtype) -> "Late":
+        inputs = zeros((room.rows, 2 * room.back, numbers), dtype, room.device)
+        return cls(inputs, zeros((room.rows,), torch.int32, room.device), room.back)
+
+    def advance(self, states: list[Tensor], scan: Scan, x: Tensor, run: Run) -> Tensor:
+        """Outputs (T, M) of some texts."""
+        rows, stay = run.rows, run.stay
+        # A row's last text may have seen more.
+        seen = torch.minimum(self.seen.index_select(0, rows), stay)
+        _, before = scan(taken(states, rows, seen), *self.between(rows, seen, stay))
+        if not isinstance(run.texts, Singles):
+            y, after = scan(before, x, run.texts)
+            text, _, passed = run.texts.ends
+            write(states, run.to, after)
+            self.seen[run.to] = stay[text] + passed
+            return y
+        write(states, rows, before)  # drafted tokens of one text all write the same
+        self.seen[rows] = stay
+        self.inputs.flatten(0, 1)[self.places(rows, run.first)] = x
+        y, _ = scan(before, *self.between(rows, stay, run.first + 1))
+        last = torch.arange(len(x), dtype=rows.dtype, device=x.device) * self.back
+        return y.index_select(0, last + run.first - stay)
+
+    def places(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where inputs lie among those of all rows."""
+        size = self.inputs.shape[1]
+        return rows * size + positions % size
+
+    def between(self, rows: Tensor, first: Tensor, stop: Tensor) -> tuple[Tensor, Texts]:
+        """Inputs (n * back, N) of each row from a position on, zeros from another on."""
+        texts = Padded(stop - first, self.back)
+        own = torch.arange(self.back, dtype=first.dtype, device=first.device)
+        places = self.places(rows[:, None], first[:, None] + own).flatten()
+        found = self.inputs.flatten(0, 1).index_select(0, places)
+        return found.masked_fill(~texts.real.view(-1, 1), 0), texts
+
+
+def taken(states: list[Tensor], rows: Tensor, seen: Tensor) -> list[Tensor]:
+    """States of rows that have seen so many tokens: zeros where these are none."""
+    going = seen > 0
+    return [
+        torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0) for s in states
+    ]
+
+
+def write(states: list[Tensor], rows: Tensor, new: list[Tensor]) -> None:
+    for state, own in zip(states, new, strict=True):
+        state[rows] = own.to(state.dtype)

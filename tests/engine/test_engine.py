@@ -203,7 +203,7 @@ def test_the_longest_unused_blocks_are_forgotten_first() -> None:
 
 class FakeSequence:
     def __init__(self, tokens: list[int]):
-        self.tokens, self.blocks, self.digests = tokens, [], []
+        self.tokens, self.blocks, self.digests, self.keeping = tokens, [], [], []
         self.computed = self.row = 0
         self.params = SamplingParams()
 

@@ -3,12 +3,10 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from anybit.engine.llm import LLM
@@ -16,15 +14,7 @@ from anybit.engine.model_runner import ModelRunner, state_bytes
 from anybit.engine.models.hosted import Hosted
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
-from anybit.kernels.scans import (
-    CHUNK,
-    Singles,
-    Texts,
-    convolved,
-    delta_rule,
-    selective,
-    state_space,
-)
+from anybit.kernels.scans import CHUNK
 from anybit.kernels.state import Room, RowStates
 from tests.engine.conftest import ARCHITECTURES, RECURRENT, prompts, random_model, reference
 from tests.engine.test_engine import (
@@ -34,9 +24,9 @@ from tests.engine.test_engine import (
     mixed_params,
 )
 from tests.engine.test_models import edit
+from tests.engine.test_speculation import Told, speculating
 
 Checkpoint = Callable[[str], Path]
-Recurred = tuple[Tensor, Tensor]  # outputs, and states
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 MIXED = ("lfm2", "falcon_h1", "jamba", "mamba2", "qwen3_5")  # each kind of state
 
@@ -102,10 +92,11 @@ def test_aborts_leave_no_row(checkpoint: Checkpoint, name: str) -> None:
 def test_a_step_that_fails_after_it_has_changed_states(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, name: str, overlaps: bool
 ) -> None:
-    llm = LLM(checkpoint(name), max_tokens=8)
+    llm = LLM(checkpoint(name), max_tokens=8, draft="ngram")
     params = SamplingParams(max_tokens=5, seed=3, prompt_logprobs=1, embed=True)
     many = prompts(4)
     want = llm.generate(many, params)
+    speculating(llm, Told(want))
     llm.engine.runner.overlaps = overlaps
     fail_of_several(llm, monkeypatch)
     for a, b in zip(llm.generate(many, params), want, strict=True):
@@ -171,59 +162,6 @@ def test_memory_is_counted_by_rows_and_blocks(checkpoint: Checkpoint) -> None:
     assert_same(whole.generate(prompts(9), GREEDY), free.generate(prompts(9), GREEDY))
 
 
-@pytest.mark.parametrize("name", MIXED)
-@pytest.mark.parametrize("option", [{}, {"max_tokens": 5}, {"deterministic": True}])
-def test_prefixes_go_on_from_kept_states(
-    checkpoint: Checkpoint, name: str, option: dict[str, Any]
-) -> None:
-    first, *rest = prompts(5, longest=60)
-    system = (first * 20)[:23]
-    turn = [*system, *rest[0], 5, 6, 7]
-    plain = LLM(checkpoint(name), block_size=4, prefix_caching=False)
-    llm = LLM(checkpoint(name), block_size=4, **option)
-    cached = []
-    answer = plain.generate(turn, GREEDY)[0].tokens
-    others = [[*system, 2, 3, 4, *rest[i]] for i in (1, 2, 3)]
-    for prompt in (turn, turn, [*turn, *answer, *rest[1]], *others):
-        before = llm.engine.scheduler.prefix_hits
-        (output,) = llm.generate(prompt, GREEDY)
-        assert output.tokens == plain.generate(prompt, GREEDY)[0].tokens
-        cached.append(llm.engine.scheduler.prefix_hits - before)
-        assert_nothing_is_held(llm)
-    last = (len(turn) - 1) // 4 * 4
-    # The second text with a beginning finds where the first one has left it.
-    want = [0, last, last, 0, 20, 24]
-    assert cached == ([0] * 6 if "deterministic" in option else want)
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> None:
-    """Rows are taken from prefixes, also in the step that begins there; texts are aborted."""
-    rng = random.Random(3)
-    bases = prompts(6, longest=30)
-    many = [(rng.choice(bases) * 9)[: rng.randint(5, 50)] + rng.choice(bases) for _ in range(40)]
-    plain = LLM(checkpoint(name), prefix_caching=False)
-    want = [output.tokens for output in plain.generate(many, GREEDY)]
-    llm = LLM(checkpoint(name), block_size=2, max_running=3, max_tokens=40)
-    blocks, engine = llm.engine.scheduler.blocks, llm.engine
-    del blocks.kept.free[2:]
-    got = dict[str, list[int]]()
-    for i, prompt in enumerate(many):
-        engine.add(str(i), prompt, GREEDY)
-    while engine.busy:
-        for delta in engine.step():
-            got.setdefault(delta.request, []).extend(delta.tokens)
-        if engine.requests and rng.random() < 0.1:
-            victim = rng.choice(list(engine.requests))
-            engine.abort(victim)
-            got.pop(victim, None)
-            engine.add(victim, many[int(victim)], GREEDY)
-    assert [got[str(i)] for i in range(len(many))] == want
-    assert engine.scheduler.prefix_hits > 50
-    assert len(blocks.kept.free) + len(blocks.kept.known) == 2
-    assert_no_block_is_held(engine)
-
-
 def test_a_cache_format_holds_k_and_v_alone(checkpoint: Checkpoint) -> None:
     llm = LLM(checkpoint("qwen3_5"), kv_cache="int8")
     rows, cache = llm.engine.runner.states
@@ -243,11 +181,6 @@ def test_a_text_longer_than_any_limit_of_the_model(checkpoint: Checkpoint) -> No
 
 
 def test_bad_input_is_refused_before_memory_is_taken(checkpoint: Checkpoint) -> None:
-    for draft in ("ngram", "auto", checkpoint("lfm2")):
-        with pytest.raises(InvalidInput, match=r"keep states.* leave out draft"):
-            LLM(checkpoint("lfm2"), draft=draft)
-    with pytest.raises(InvalidInput, match=r"its layers keep states.* give another model"):
-        LLM(checkpoint("llama"), draft=checkpoint("lfm2"))
     with pytest.raises(InvalidInput, match="kv_cache='int8': no layer of this model has K and V"):
         LLM(checkpoint("mamba2"), kv_cache="int8")
     with pytest.raises(InvalidInput, match=r"holds 0 texts' states.* raise kv_bytes"):
@@ -297,133 +230,3 @@ def test_a_convolution_of_single_tokens_keeps_no_state(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     (output,) = llm.generate([[5, 6, 7]], GREEDY)
     assert output.tokens == reference(model, [5, 6, 7], 9)
-
-
-def space(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Recurred:
-    out = []
-    for t in range(len(x)):
-        state = state * (dt[t] * a).exp()[..., None, None]
-        state = state + (dt[t, ..., None] * x[t])[..., None] * b[t, :, None, None]
-        out.append((state * c[t, :, None, None]).sum(-1))
-    return torch.stack(out), state
-
-
-def channels(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Recurred:
-    out = []
-    for t in range(len(x)):
-        state = state * (dt[t, :, None] * a).exp() + (dt[t] * x[t])[..., None] * b[t]
-        out.append((state * c[t]).sum(-1))
-    return torch.stack(out), state
-
-
-def delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Recurred:
-    out = []
-    for t in range(len(q)):
-        state = state * decay[t, :, None, None].exp()
-        off = v[t] - (state * k[t, ..., None]).sum(1)
-        state = state + (beta[t, :, None] * k[t])[..., None] * off[:, None]
-        out.append((state * q[t, ..., None]).sum(1))
-    return torch.stack(out), state
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [1],
-        [2],
-        [CHUNK],
-        [CHUNK + 1, 3],
-        [5, 3 * CHUNK - 1, CHUNK, 1, 2 * CHUNK, 2 * CHUNK],
-        [1] * 9,
-    ],
-)
-def test_scans_are_recurrences_however_texts_are_cut(lengths: list[int]) -> None:
-    """From any states on, with states at places in between, and in one step or several."""
-    rng, made = random.Random(len(lengths)), torch.Generator().manual_seed(sum(lengths))
-    total, count = sum(lengths), len(lengths)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=made, dtype=torch.float64)
-
-    def check(
-        scan: Callable[..., Recurred], recurrence: Callable[..., Recurred], state: Tensor,
-        parts: list[Tensor], **options: Tensor,
-    ) -> None:  # fmt: skip
-        for several in (False, True):
-            kept = {i: {rng.randint(1, n), rng.randint(1, n)} for i, n in enumerate(lengths)}
-            kept = {i: places for i, places in kept.items() if rng.random() < 0.7}
-            texts = Texts.cut(lengths, kept, torch.device("cpu"))
-            texts.near = rng.random() < 0.5  # elsewhere, all tokens are in hand at once
-            order = texts.order.tolist()
-            if several and total > count:  # all but the first token in another step
-                own, after = [], state
-                first = [sum(lengths[:i]) for i in range(count)]
-                one = [texts_part[first] for texts_part in parts]
-                out, after = scan(after, one, Singles(count), **options)
-                going = [i for i, n in enumerate(lengths) if n > 1]
-                rest = [t for i, n in zip(first, lengths, strict=True) for t in range(i + 1, i + n)]
-                texts = Texts.cut([lengths[i] - 1 for i in going], {}, torch.device("cpu"))
-                order = [going[i] for i in texts.order.tolist()]
-                own, ended = scan(after[order], [part[rest] for part in parts], texts, **options)
-                got = torch.empty(total, *out.shape[1:], dtype=out.dtype)
-                got[first], got[rest] = out, own
-                states, kept = after.clone(), {}
-                states[order] = ended
-                order = list(range(count))
-            else:
-                got, states = scan(state[order], parts, texts, **options)
-            at = 0
-            for i, n in enumerate(lengths):
-                own = [part[at : at + n] for part in parts]
-                want, end = recurrence(state[i], *own, **options)
-                torch.testing.assert_close(got[at : at + n], want)
-                torch.testing.assert_close(states[order.index(i)], end)
-                at += n
-            for found, (at, begin, passed) in zip(
-                states[count:], texts.ends.T.tolist()[count:] if kept else [], strict=True
-            ):
-                assert begin == sum(lengths[: order[at]])
-                assert passed in kept[order[at]]
-                own = [part[begin : begin + passed] for part in parts]
-                torch.testing.assert_close(found, recurrence(state[order[at]], *own, **options)[1])
-            assert len(states) == count + sum(len(places) for places in kept.values())
-
-    def in_pieces(function: Callable[..., Recurred]) -> Callable[..., Recurred]:
-        def scan(state: Tensor, parts: list[Tensor], texts: Texts, **options: Tensor) -> Recurred:
-            cut = [texts.pieces(part) for part in parts]
-            out, after = function(state, cut, texts, **options)
-            return texts.flat(out), after
-
-        return scan
-
-    x, dt, b, c = normal(total, 3, 2, 5), normal(total, 3, 2).exp(), *normal(2, total, 3, 4)
-    check(
-        in_pieces(lambda s, p, texts, a: state_space(s, p[0], p[1], a, p[2], p[3], texts)),
-        space, normal(count, 3, 2, 5, 4), [x, dt, b, c], a=-normal(3, 2).exp(),
-    )  # fmt: skip
-    x, dt, b, c = normal(total, 5), normal(total, 5).exp(), *normal(2, total, 3)
-    check(
-        in_pieces(lambda s, p, texts, a: selective(s, p[0], p[1], a, p[2], p[3], texts)),
-        channels, normal(count, 5, 3), [x, dt, b, c], a=-normal(5, 3).exp(),
-    )  # fmt: skip
-    q, k = normal(2, total, 3, 4) / 2
-    v, decay, beta = normal(total, 3, 5), -normal(total, 3).exp(), normal(total, 3).sigmoid()
-    check(
-        in_pieces(lambda s, p, texts: delta_rule(s, p[0], p[1], p[2], p[3], p[4], texts)),
-        delta, normal(count, 3, 4, 5), [q, k, v, decay, beta],
-    )  # fmt: skip
-
-    weight, bias = normal(6, 4), normal(6)
-
-    def convolve(window: Tensor, parts: list[Tensor], texts: Texts) -> Recurred:
-        out, after = convolved(window, parts[0], weight, bias, texts)
-        return texts.flat(out).double(), after
-
-    def convolution(window: Tensor, x: Tensor) -> Recurred:
-        padded = torch.cat([window, x])
-        sums = [(padded[t : t + 4] * weight.T).sum(0) + bias for t in range(len(x))]
-        return torch.stack(sums), padded[len(x) :]
-
-    window, x = normal(count, 3, 6), normal(total, 6)
-    weight, bias, window, x = (t.half().double() for t in (weight, bias, window, x))
-    check(convolve, convolution, window, [x])

@@ -21,7 +21,6 @@ from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.engine.speculation import AHEAD, PLAIN, STALE, Costs, Drafter, Record, Speculation
 from anybit.engine.structured import Structured
-from anybit.errors import InvalidInput
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params, tokens
 
@@ -334,15 +333,6 @@ def drafting(llm: LLM) -> LLM:
     speculation = llm.engine.speculation
     assert speculation is not None
     return speculating(llm, speculation.drafter, speculation.most)
-
-
-def test_a_model_that_keeps_a_state_is_refused(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
-    monkeypatch.setitem(ARCHITECTURES, "mamba2", ("mamba2", sizes))
-    with pytest.raises(InvalidInput, match="leave out draft"):
-        LLM(checkpoint("mamba2"), draft="ngram")
 
 
 def measured(base: float, token: float, draft: float | None = None, texts: int = 1) -> Costs:

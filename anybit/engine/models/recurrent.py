@@ -56,7 +56,8 @@ class ShortConv(Mixer):
 
     @property
     def memory(self) -> Recurrence:
-        return Recurrence((self.conv.window,))
+        size, dtype = len(self.conv.weight), self.conv.weight.dtype
+        return Recurrence((self.conv.window,), ((size, dtype),))
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
@@ -171,7 +172,8 @@ class Mamba2(Mixer):
     def memory(self) -> Recurrence:
         heads, dim, groups, states, _ = self.sizes
         shape = groups, heads // groups, dim, states
-        return Recurrence((self.conv.window, (shape, torch.float32)))
+        inputs = sum(self.parts), self.conv.weight.dtype
+        return Recurrence((self.conv.window, (shape, torch.float32)), (inputs,))
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
@@ -245,19 +247,21 @@ class Mamba1(Mixer):
 
     @property
     def memory(self) -> Recurrence:
-        return Recurrence((self.conv.window, (tuple(self.a.shape), torch.float32)))
+        states = self.conv.window, (tuple(self.a.shape), torch.float32)
+        inputs = 2 * self.inner + sum(self.parts[1:]), torch.float32
+        return Recurrence(states, ((self.inner, self.conv.weight.dtype), inputs))
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
     ) -> Tensor:
         mixed, gate = self.in_proj(x).chunk(2, 1)
-        mixed = self.act(state.advance(self.convolve, mixed, batch, slice(0, 1)))
+        mixed = self.act(state.advance(self.convolve, mixed, batch, 0))
         parts = self.x_proj(mixed).split(self.parts, 1)
         step, b, c = (
             rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.norms, strict=True)
         )
         given = torch.cat([t.float() for t in (mixed, self.dt_proj(step), b, c)], 1)
-        out = state.advance(self.scan, given, batch, slice(1, 2)) * F.silu(gate.float())
+        out = state.advance(self.scan, given, batch, 1) * F.silu(gate.float())
         return self.out_proj(out.to(gate.dtype))
 
     def convolve(
@@ -325,7 +329,9 @@ class GatedDelta(Mixer):
     @property
     def memory(self) -> Recurrence:
         _, v_heads, dim, v_dim, _ = self.sizes
-        return Recurrence((self.conv.window, ((v_heads, dim, v_dim), torch.float32)))
+        states = self.conv.window, ((v_heads, dim, v_dim), torch.float32)
+        inputs = len(self.conv.weight) + 2 * v_heads, self.conv.weight.dtype
+        return Recurrence(states, (inputs,))
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch

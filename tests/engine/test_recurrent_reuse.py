@@ -1,0 +1,128 @@
+"""States that other texts begin with, and texts whose tokens are taken back."""
+
+import random
+from typing import Any
+
+import pytest
+
+from anybit.engine.llm import LLM
+from tests.engine.conftest import prompts
+from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
+from tests.engine.test_recurrent import GREEDY, MIXED, Checkpoint, assert_nothing_is_held
+from tests.engine.test_speculation import Told, alone, drafting, speculating
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("option", [{}, {"max_tokens": 5}, {"deterministic": True}])
+def test_prefixes_go_on_from_kept_states(
+    checkpoint: Checkpoint, name: str, option: dict[str, Any]
+) -> None:
+    first, *rest = prompts(5, longest=60)
+    system = (first * 20)[:23]
+    turn = [*system, *rest[0], 5, 6, 7]
+    plain = LLM(checkpoint(name), block_size=4, prefix_caching=False)
+    llm = LLM(checkpoint(name), block_size=4, **option)
+    cached = []
+    answer = plain.generate(turn, GREEDY)[0].tokens
+    others = [[*system, 2, 3, 4, *rest[i]] for i in (1, 2, 3)]
+    for prompt in (turn, turn, [*turn, *answer, *rest[1]], *others):
+        before = llm.engine.scheduler.prefix_hits
+        (output,) = llm.generate(prompt, GREEDY)
+        assert output.tokens == plain.generate(prompt, GREEDY)[0].tokens
+        cached.append(llm.engine.scheduler.prefix_hits - before)
+        assert_nothing_is_held(llm)
+    last = (len(turn) - 1) // 4 * 4
+    # The second text with a beginning finds where the first one has left it.
+    want = [0, last, last, 0, 20, 24]
+    assert cached == ([0] * 6 if "deterministic" in option else want)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> None:
+    """Rows are taken from prefixes, also in the step that begins there; texts are aborted."""
+    rng = random.Random(3)
+    bases = prompts(6, longest=30)
+    many = [(rng.choice(bases) * 9)[: rng.randint(5, 50)] + rng.choice(bases) for _ in range(40)]
+    plain = LLM(checkpoint(name), prefix_caching=False)
+    want = [output.tokens for output in plain.generate(many, GREEDY)]
+    llm = LLM(checkpoint(name), block_size=2, max_running=3, max_tokens=40)
+    blocks, engine = llm.engine.scheduler.blocks, llm.engine
+    del blocks.kept.free[2:]
+    got = dict[str, list[int]]()
+    for i, prompt in enumerate(many):
+        engine.add(str(i), prompt, GREEDY)
+    while engine.busy:
+        for delta in engine.step():
+            got.setdefault(delta.request, []).extend(delta.tokens)
+        if engine.requests and rng.random() < 0.1:
+            victim = rng.choice(list(engine.requests))
+            engine.abort(victim)
+            got.pop(victim, None)
+            engine.add(victim, many[int(victim)], GREEDY)
+    assert [got[str(i)] for i in range(len(many))] == want
+    assert engine.scheduler.prefix_hits > 50
+    assert len(blocks.kept.free) + len(blocks.kept.known) == 2
+    assert_no_block_is_held(engine)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    ("option", "overlaps"),
+    [({}, True), ({"max_tokens": 7, "block_size": 4, "draft_tokens": 1}, False)],
+)
+def test_wrong_guesses_leave_no_trace_in_states(
+    checkpoint: Checkpoint, name: str, option: dict[str, Any], overlaps: bool
+) -> None:
+    """In steps with prompts and without, with prefixes that are found, after preemptions."""
+    want = alone(checkpoint, name)
+    llm = LLM(checkpoint(name), draft="ngram", **option)
+    speculating(llm, Told(want), option.get("draft_tokens", 4))
+    llm.engine.runner.overlaps = overlaps
+    for _ in range(2):
+        got = llm.generate(prompts(15), mixed_params(15))
+        assert_same(got, want)
+        assert_nothing_is_held(llm)
+    stats = llm.engine.stats
+    assert not llm.engine.speculation.failed
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    llm = LLM(checkpoint(name), draft="ngram", block_size=4, length=80)
+    speculating(llm, Told(want))
+    for block in list(llm.engine.scheduler.blocks.free)[30:]:  # as if others held them
+        del llm.engine.scheduler.blocks.free[block]
+    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    assert llm.engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [*((name, "auto") for name in MIXED), *((name, name) for name in MIXED), ("llama", "lfm2"),
+     ("falcon_h1", "llama"), ("llama", "falcon_h1")],
+)  # fmt: skip
+def test_models_with_states_draft(checkpoint: Checkpoint, name: str, draft: str) -> None:
+    small = {"max_tokens": 9, "block_size": 4, "max_running": 3}
+    option: dict[str, Any] = {} if draft == "auto" else small
+    want = alone(checkpoint, name)
+    llm = LLM(checkpoint(name), draft=draft if draft == "auto" else checkpoint(draft), **option)
+    drafting(llm)
+    for _ in range(2):
+        assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    stats, drafter = llm.engine.stats, llm.engine.speculation.drafter
+    assert not llm.engine.speculation.failed
+    assert stats.accepted_tokens > 0
+    if name == draft:  # its states are those of the text, or it would guess wrong
+        assert stats.accepted_tokens > 0.97 * stats.draft_tokens
+    if drafter.blocks is not None:
+        assert drafter.blocks.holders == [0] * drafter.blocks.count
+        assert not drafter.blocks.recurrent or sorted(drafter.blocks.rows)[0] == 1
+    assert_no_block_is_held(llm.engine)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "mamba2", "qwen3_5"])
+def test_steps_with_drafts_are_recorded(checkpoint: Checkpoint, name: str) -> None:
+    want = alone(checkpoint, name)
+    llm = speculating(LLM(checkpoint(name), draft="ngram"), Told(want))
+    assert_same(llm.generate(prompts(15)[:2], mixed_params(15)[:2]), want[:2])
+    graphs = llm.engine.runner.graphs
+    assert graphs.captures > 0
+    refused = [getattr(graph, "refused", None) for graph, _ in graphs.graphs.values()]
+    assert not any(refused), refused
