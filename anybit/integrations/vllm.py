@@ -10,6 +10,7 @@ those of other tools, and `vllm_products.py` multiplies.
 """
 
 import math
+import re
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -44,6 +45,8 @@ from anybit.nn.tied import tied_heads
 
 OVERRIDE = "anybit"  # what `hf_overrides` calls the options below
 OPTIONS = ("formats", "backend")
+# Tensors of experts in codes, unless they are renamed already: models have loaders within loaders.
+EXPERTS = re.compile(r"(\.experts\.\d+\.\w+\.)(?!weight|bias$)(\w+)$")
 
 
 def register() -> None:
@@ -92,6 +95,10 @@ class AnybitConfig(QuantizationConfig):
         self.words: dict[str, int] = {}  # embeddings in codes -> their rows
         self.sharing: dict[str, str] = {}  # heads without tensors of their own -> those embeddings
         self.claimed = set[str]()  # embeddings that vLLM has asked about
+        self.rows: dict[str, int] = {}  # of layers of the checkpoint
+        self.alike: dict[str, dict[str, list[str]]] = {}  # names, by block and by their last part
+        self.block = ""  # that vLLM is building
+        self.taken: dict[str, str] = {}  # layers -> what vLLM calls the layer that holds them
 
     @classmethod
     def get_name(cls) -> str:
@@ -194,6 +201,8 @@ class AnybitConfig(QuantizationConfig):
             self.coded = set(self.source.schemes)
         matrices = {n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2}
         self.dense = {name.removesuffix(".weight") for name in matrices} - self.coded
+        planes = (name for name in shapes if name in matrices or is_codes(name))
+        self.rows = {name.rpartition(".")[0]: shapes[name][0] for name in planes}
         # Of a model that only vLLM can build, a plan goes by the files' names.
         only_vllm = suppress(InvalidInput, ImportError) if self.coded else nullcontext()
         own = None
@@ -230,8 +239,7 @@ class AnybitConfig(QuantizationConfig):
             self.saved = saved_names(own, self.coded | self.dense)
             stored = {self.saved.get(name, name): name for name in self.coded}
             found = {name: stored[name] for name in embedding_layers(own).keys() & stored.keys()}
-            rows = {n.rpartition(".")[0]: s[0] for n, s in shapes.items() if is_codes(n)}
-            self.words = {there: rows[there] for there in found.values()}
+            self.words = {there: self.rows[there] for there in found.values()}
             table = Names(own)
             for head, name in tied_heads(own).items():
                 if name in found and head not in stored:
@@ -244,6 +252,13 @@ class AnybitConfig(QuantizationConfig):
         for ours, theirs in known.items():  # a mapper may look for `lm_head.`, with its dot
             if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
                 self.names[weight.removesuffix(".weight")] = theirs
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Names planes and scales of experts as their weights, which all of vLLM's models find."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        own = {} if self.source else {EXPERTS: r"\1weight_\2"}
+        return WeightsMapper(orig_to_new_regex=own)
 
     def scheme(self, prefix: str) -> str | None:
         """The scheme of a layer, by vLLM's name of it; None for one that is not quantized."""
@@ -285,7 +300,7 @@ class AnybitConfig(QuantizationConfig):
         if self.names.get(prefix, prefix) in self.sharing:
             from anybit.integrations.vllm_embedding import Tied
 
-            return Tied([prefix], [None], self.backend)
+            return Tied([prefix], [None], [], self.backend)
         self.check_claimed(prefix)
         from anybit.integrations import vllm_fusion
         from anybit.integrations.vllm_linear import OnLoad, Stored
@@ -293,11 +308,12 @@ class AnybitConfig(QuantizationConfig):
         vllm_fusion.enable()
         names = self.parts(prefix)
         schemes = [self.scheme(name) for name in names]
+        rows = [self.rows_of(name) for name in names]
         if any(self.names.get(name, name) in self.coded for name in names):
             original = None if self.checkpoint is None else self.in_files
-            return Stored(names, schemes, self.backend, self.layers_of_others(), original)
+            return Stored(names, schemes, rows, self.backend, self.layers_of_others(), original)
         if any(schemes):
-            return OnLoad(names, schemes, self.backend, self.tied)
+            return OnLoad(names, schemes, rows, self.backend, self.tied)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
     def embedding_method(self, prefix: str, rows: int) -> QuantizeMethodBase | None:
@@ -342,13 +358,56 @@ class AnybitConfig(QuantizationConfig):
         assert self.checkpoint is not None
         return in_files(directory_of(*self.checkpoint))[f"{self.names[name]}.{key}"]
 
+    def rows_of(self, name: str) -> int:
+        """Rows of a layer of the checkpoint, by vLLM's name; 0: it has none of that name."""
+        source = self.layers_of_others()
+        if source is not None and source.has(name):
+            return source.rows(name)
+        return self.rows.get(self.names.get(name, name), 0)
+
     def parts(self, prefix: str) -> list[str]:
         """The checkpoint's layers, by vLLM's names, that make up a layer of vLLM's."""
         parent, dot, last = prefix.rpartition(".")
-        parts = [parent + dot + part for part in self.packed_modules_mapping.get(last, [])]
-        if prefix in self.names and not any(part in self.names for part in parts):
-            return [prefix]
-        return parts or [prefix]
+        packed = self.packed_modules_mapping.get(last, [])
+        parts = [self.place(parent + dot + part, prefix) for part in packed]
+        if any(part in self.names for part in parts):
+            return parts
+        whole = self.place(prefix, prefix)
+        return [whole] if whole in self.names else parts or [whole]
+
+    def place(self, name: str, prefix: str) -> str:
+        """The name under which vLLM finds a layer's tensors.
+
+        Some models build a layer under another path than the one where they keep it, or even
+        under another number (Mamba's mixers). It is then the only layer of its name in the block,
+        or else in the block that is being built, and no other layer holds it.
+        """
+        found = name
+        if name not in self.names:
+            if not self.alike:
+                for known in self.names:
+                    block, last = block_and_last(known)
+                    self.alike.setdefault(block, {}).setdefault(last, []).append(known)
+            block, last = block_and_last(name)
+            others = self.alike.get(block, self.alike.get(self.block, {})).get(last, [])
+            free = [other for other in others if self.taken.get(other, prefix) == prefix]
+            found = free[0] if block and len(others) == len(free) == 1 else name
+        if found not in self.names:
+            return name
+        if self.taken.setdefault(found, prefix) != prefix:
+            raise Unsupported(
+                f"{prefix}: vLLM's model has this layer and {self.taken[found]}, the checkpoint "
+                f"only {found}; leave it unquantized, or run the model in anybit.LLM"
+            )
+        self.block = block_and_last(found)[0]
+        return found
+
+
+def block_and_last(name: str) -> tuple[str, str]:
+    """A layer's block, up to the last number of its name, and the last part of the name."""
+    parts = name.split(".")
+    ends = [at for at, part in enumerate(parts[:-1], 1) if part.isdigit()]
+    return ".".join(parts[: ends[-1]]) if ends else "", parts[-1]
 
 
 def transformers_class(config: Any, architectures: list[str] | None, model_name: str) -> Any:

@@ -19,7 +19,7 @@ class Embedding(Stored):
     """
 
     def __init__(self, name: str, scheme: str, backend: str | None, head: str | None):
-        super().__init__([name], [scheme], backend)
+        super().__init__([name], [scheme], [], backend)
         self.head = head
 
     def finish(self, layer: Any, weights: list[Weight]) -> None:

@@ -6,7 +6,7 @@ differ in format and have codebooks of their own. When all are read, those of on
 weight, and the rest stay beside it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -38,24 +38,54 @@ logger = init_logger(__name__)
 PARTS = {"q": 0, "k": 1, "v": 2}  # of a merged layer, as vLLM calls them; others by number
 
 
+def numbers(shard_id: Any, count: int) -> Sequence[int]:
+    """Which of a layer's `count` parts a tensor of the checkpoint fills, by what vLLM calls them.
+
+    shard_id: None, when it fills all; a number, or a letter; consecutive numbers.
+
+    Raises:
+        Unsupported: vLLM calls them otherwise.
+    """
+    if shard_id is None:
+        return range(count)
+    given = shard_id if isinstance(shard_id, tuple) else (PARTS.get(shard_id, shard_id),)
+    if not all(isinstance(at, int) and at < count for at in given):
+        raise Unsupported(f"vLLM names a part {shard_id!r} of {count}, which anybit does not know")
+    return given
+
+
 class AnybitLinearMethod(LinearMethodBase):
     """names: the checkpoint's layers that make up the layer; one for a single, or for one that is
-    merged in the checkpoint already. schemes: of each; None for a dense one.
+    merged in the checkpoint already. schemes: of each; None for a dense one. rows: of each.
     """
 
-    def __init__(self, names: list[str], schemes: list[str | None], backend: str | None):
-        self.names, self.schemes, self.backend = names, schemes, backend
+    def __init__(
+        self,
+        names: list[str],
+        schemes: list[str | None],
+        rows: list[int],
+        backend: str | None,
+    ):
+        self.names, self.schemes, self.rows, self.backend = names, schemes, rows, backend
 
-    def each(self, count: int) -> list[tuple[str, str | None]]:
-        """Name and scheme of each of the layer's parts."""
-        if len(self.names) == 1:
-            return [(self.names[0], self.schemes[0])] * count
-        if len(self.names) != count:
-            raise InvalidInput(
-                f"{', '.join(self.names)}: vLLM merges these {len(self.names)} layers into "
-                f"{count} parts, which anybit does not know how to do"
-            )
-        return list(zip(self.names, self.schemes, strict=True))
+    def each(self, sizes: list[int]) -> list[tuple[str, str | None]]:
+        """Name and scheme of each of the layer's parts; sizes: rows that a rank has of each."""
+        layers = list(zip(self.names, self.schemes, strict=True))
+        if len(layers) == 1:
+            return layers * len(sizes)
+        if len(layers) == len(sizes):
+            return layers
+        ranks, out = sum(self.rows) // sum(sizes), list[tuple[str, str | None]]()
+        for layer, rows in zip(layers, self.rows, strict=True):
+            first = len(out)  # a layer is as many parts as have its rows
+            while len(out) < len(sizes) and sum(sizes[first : len(out) + 1]) * ranks <= rows:
+                out.append(layer)
+            if sum(sizes[first : len(out)]) * ranks != rows:
+                raise InvalidInput(
+                    f"{', '.join(self.names)}: vLLM merges these layers of {self.rows} rows into "
+                    f"parts of {sizes}, which anybit does not know how to do"
+                )
+        return out
 
     def finish(self, layer: Any, weights: list[Weight]) -> None:
         """Lay the weights out for the kernels."""
@@ -91,11 +121,12 @@ class Stored(AnybitLinearMethod):
         self,
         names: list[str],
         schemes: list[str | None],
+        rows: list[int],
         backend: str | None,
         source: Source | None = None,
         original: Callable[[str, str], StoredTensor] | None = None,
     ):
-        super().__init__(names, schemes, backend)
+        super().__init__(names, schemes, rows, backend)
         self.source, self.original = source, original
 
     def create_weights(
@@ -112,22 +143,22 @@ class Stored(AnybitLinearMethod):
         layer.pieces = [
             Piece(name, scheme, n, input_size, columns)
             for n, (name, scheme) in zip(
-                output_partition_sizes, self.each(len(output_partition_sizes)), strict=True
+                output_partition_sizes, self.each(output_partition_sizes), strict=True
             )
         ]
         loader = extra_weight_attrs["weight_loader"]
         indices = getattr(layer, "shard_indices", None)  # of a vocabulary
         first = None if indices is None else indices.org_vocab_start_index
         keys = dict.fromkeys(key for piece in layer.pieces for key in piece.keys())  # noqa: SIM118
-        original = None  # of a layer that is merged in the checkpoint
-        if self.original is not None and len(self.names) < len(layer.pieces):
-            original = partial(self.original, self.names[0])
-        own = original if self.source is None else None
+        own = self.original if self.source is None else None
         receivers = {key: Receiver(key, layer.pieces, loader, first, own) for key in keys}
         if self.source is None:
             for key, receiver in receivers.items():
                 layer.register_parameter(key, receiver)
             return
+        original = None  # of a layer that is merged in the checkpoint
+        if self.original is not None and len(self.names) == 1 < len(layer.pieces):
+            original = partial(self.original, self.names[0])
         seen = set[str]()
         for key in self.source.keys(self.names):
             theirs = Foreign(key, self.source, self.names, receivers, seen, original)
@@ -167,9 +198,14 @@ class OnLoad(AnybitLinearMethod):
     uses_meta_device = True  # vLLM makes room for one layer at a time
 
     def __init__(
-        self, names: list[str], schemes: list[str | None], backend: str | None, tied: bool = False
+        self,
+        names: list[str],
+        schemes: list[str | None],
+        rows: list[int],
+        backend: str | None,
+        tied: bool = False,
     ):
-        super().__init__(names, schemes, backend)
+        super().__init__(names, schemes, rows, backend)
         self.tied = tied  # whether the model's head shares the embeddings' weight
 
     def create_weights(
@@ -183,7 +219,7 @@ class OnLoad(AnybitLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         columns_of(layer, input_size_per_partition, input_size, self.names[0])
-        for name, scheme in self.each(len(output_partition_sizes)):
+        for name, scheme in self.each(output_partition_sizes):
             if scheme is not None:
                 check(name, scheme, output_size, input_size, input_size // input_size_per_partition)
         layer.sizes = output_partition_sizes
@@ -213,7 +249,7 @@ class OnLoad(AnybitLinearMethod):
         del layer.weight
         weights = [
             quantized(part, scheme, name)
-            for part, (name, scheme) in zip(rows, self.each(len(rows)), strict=True)
+            for part, (name, scheme) in zip(rows, self.each(layer.sizes), strict=True)
         ]
         if "parts" in layer._modules:
             refill(layer.parts, weights, self.names[0])
@@ -253,7 +289,7 @@ class Receiver(Empty):
         pieces: list[Piece],
         weight_loader: Any,
         first: int | None,
-        original: Callable[[str], StoredTensor] | None,
+        original: Callable[[str, str], StoredTensor] | None,
     ):
         super().__init__(self.data, weight_loader)
         self.key, self.pieces, self.first, self.original = key, pieces, first, original
@@ -266,14 +302,16 @@ class Receiver(Empty):
     def load(self, param: "Receiver", loaded: Tensor, shard_id: Any = None) -> None:
         """What a model calls with each tensor. shard_id: which part of a merged layer it is."""
         check_open(self.pieces)
-        name, fmt = self.pieces[0].name, self.pieces[0].format
-        if self.original is not None and fmt is not None and not self.pieces[0].movable(self.key):
+        pieces = [self.pieces[at] for at in numbers(shard_id, len(self.pieces))]
+        name, fmt = pieces[0].name, pieces[0].format
+        original = self.original if len(pieces) > 1 else None  # of one that is merged
+        if original is not None and fmt is not None and not pieces[0].movable(self.key):
             remedy = f"which {fmt.spec!r} does not allow; leave it dense"
-            check_unmoved(loaded, self.original(self.key), name, remedy)
+            check_unmoved(loaded, original(name, self.key), name, remedy)
         if self._weight_loader.__name__ != "weight_loader_v2":  # a replicated layer, or a head
-            self.take(self.pieces[0], loaded, self.first or 0)
-        elif not isinstance(shard_id, int | str) and self.pieces[0].is_table(self.key):
-            for piece in self.pieces:  # merged in the checkpoint: vLLM would divide the table
+            self.take(pieces[0], loaded, self.first or 0)
+        elif not isinstance(shard_id, int | str) and pieces[0].is_table(self.key):
+            for piece in pieces:  # merged in the checkpoint: vLLM would divide the table
                 self.take(piece, loaded, 0)
         else:
             self._weight_loader(self, loaded, *(() if shard_id is None else (shard_id,)))
@@ -341,14 +379,10 @@ class Foreign(Empty):
         return shape.index(rows) if rows in shape else None
 
     def load(self, param: "Foreign", loaded: Tensor, shard_id: Any = None) -> None:
-        check_open(next(iter(self.receivers.values())).pieces)
-        at = PARTS.get(shard_id, shard_id) if len(self.names) > 1 else 0
-        if not isinstance(at, int):
-            raise Unsupported(
-                f"{', '.join(self.names)}: vLLM has parts {at!r} here, which anybit does not know; "
-                "make a checkpoint of anybit first, with `anybit convert`"
-            )
-        tensors, name = {self.key: loaded}, self.names[at]
+        pieces = next(iter(self.receivers.values())).pieces
+        check_open(pieces)
+        name = pieces[numbers(shard_id, len(pieces))[0]].name
+        tensors = {self.key: loaded}
         if self.source.has(name):
             if self.original is not None:
                 remedy = "as only a checkpoint of anybit allows; make one with `anybit convert`"

@@ -179,16 +179,18 @@ class StoredExperts(AnybitMoEMethod):
         for kind in SHARDS:
             pieces = {at: piece for at, piece in layer.pieces.items() if at[1] in SHARDS[kind]}
             keys = dict.fromkeys(key for piece in pieces.values() for key in piece.keys())  # noqa: SIM118
-            receivers = {key: Receiver(key, layer.pieces, to_local, rank) for key in keys}
             if self.source is None:
-                for key, receiver in receivers.items():
-                    layer.register_parameter(f"{kind}_{key}", receiver)
+                for key in keys:  # some models find those alone whose names begin as a weight's
+                    for name in (key, f"weight_{key}"):
+                        own = Receiver(key, layer.pieces, to_local, rank)
+                        layer.register_parameter(f"{kind}_{name}", own)
                 continue
+            receivers = {key: Receiver(key, layer.pieces, to_local, rank) for key in keys}
             names = {at: name for at, name in self.names.items() if at[1] in SHARDS[kind]}
             seen = set[tuple[int, str]]()
             for key in self.source.keys(names.values()):
-                own = Foreign(key, self.source, names, receivers, seen)
-                layer.register_parameter(f"{kind}_{key}", own)
+                theirs = Foreign(key, self.source, names, receivers, seen)
+                layer.register_parameter(f"{kind}_{key}", theirs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if "w13" in layer._modules:

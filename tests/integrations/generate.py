@@ -18,6 +18,10 @@ PROMPTS = [
     for text in ("def main(", "import os\n\nclass ", "    for i in range(")
 ]
 
+# Of the logits' spread: what rounding to bf16 tells apart, and that of activations after it. Wrong
+# tokens are several away.
+NEAR = 0.25
+
 
 @contextmanager
 def engine(path, eager=True, **options):
@@ -77,3 +81,27 @@ def greedy(model, prompts=PROMPTS):
         )
         out.append(text[0, len(ids) :].tolist())
     return out
+
+
+def judge(model, got, prompts=PROMPTS, near=NEAR, likeliest=0.9):
+    """Assert that each token, after those before it, is a model's likeliest, or next to it."""
+    gaps = gaps_of(model, got, prompts)
+    assert max(gaps) < near
+    assert share(gaps) > likeliest
+
+
+def share(gaps):
+    """How many of the tokens were the likeliest."""
+    return sum(gap == 0 for gap in gaps) / len(gaps)
+
+
+def gaps_of(model, got, prompts=PROMPTS):
+    """How far each token's logit is below the likeliest one's, in standard deviations of logits."""
+    gaps = []
+    for prompt, text in zip(prompts, got, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+        logits[:, model.config.eos_token_id] = -torch.inf  # vLLM writes a number of tokens
+        chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
+        gaps += ((logits.amax(1) - chosen) / logits[logits.isfinite()].std()).tolist()
+    return gaps

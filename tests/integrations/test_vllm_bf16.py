@@ -1,7 +1,6 @@
 """vLLM in bf16; on a GPU compiled, in CUDA graphs, with fused norms (`make test-vllm-gpu`).
 
-In bf16 near ties fall either way. So each token is judged after the ones that vLLM wrote: by
-transformers in fp32 it must be the likeliest, or nearly.
+In bf16 near ties fall either way, so each token is judged after the ones that vLLM wrote.
 """
 
 import pytest
@@ -14,7 +13,16 @@ import anybit
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.model import dequantize_
-from tests.integrations.generate import PICO, PROMPTS, by_vllm, engine, tokens_of
+from tests.integrations.generate import (
+    PICO,
+    PROMPTS,
+    by_vllm,
+    engine,
+    gaps_of,
+    judge,
+    share,
+    tokens_of,
+)
 from tests.integrations.test_vllm_engine import MIXTURES, PLANS, first_layer
 from tests.integrations.test_vllm_running import RANK, adapter, changed, untied
 
@@ -25,9 +33,6 @@ SCHEMES = [
     "int4:group=128,rotate=k", first_layer("trellis:bits=3"),
     PLANS["unlike parts of a merged layer"],
 ]  # fmt: skip
-# Of the logits' spread: what rounding to bf16 tells apart, and that of activations after it. Wrong
-# tokens are several away.
-NEAR = 0.25
 OPTIONS = {"eager": not ON_GPU, "dtype": "bfloat16"}
 if ON_GPU:
     current_platform.import_kernels()  # among others those that choose experts, if it has them
@@ -37,30 +42,6 @@ ROUTES = not ON_GPU or hasattr(torch.ops._moe_C, "topk_softmax")
 @pytest.fixture(autouse=True)
 def no_compiled_graph_of_another_run(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-
-
-def judge(model, got, prompts=PROMPTS, near=NEAR, likeliest=0.9):
-    """Assert that tokens after prompts are a model's likeliest, or next to them."""
-    gaps = gaps_of(model, got, prompts)
-    assert max(gaps) < near
-    assert share(gaps) > likeliest
-
-
-def share(gaps):
-    """How many of the tokens were the likeliest."""
-    return sum(gap == 0 for gap in gaps) / len(gaps)
-
-
-def gaps_of(model, got, prompts=PROMPTS):
-    """How far each token's logit is below the likeliest one's, in standard deviations of logits."""
-    gaps = []
-    for prompt, text in zip(prompts, got, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
-        logits[:, model.config.eos_token_id] = -torch.inf  # vLLM writes a number of tokens
-        chosen = logits.gather(1, torch.tensor(text)[:, None])[:, 0]
-        gaps += ((logits.amax(1) - chosen) / logits[logits.isfinite()].std()).tolist()
-    return gaps
 
 
 def written(model, tokens):

@@ -21,6 +21,7 @@ from anybit.engine.experts import Apart
 from anybit.errors import InvalidInput, Unsupported
 from anybit.integrations.vllm import AnybitConfig, register
 from anybit.integrations.vllm_foreign import Source, planned
+from anybit.integrations.vllm_linear import Stored
 from anybit.integrations.vllm_products import all_experts, one_by_one
 from anybit.kernels.reference import operand_weight
 from tests.foreign.make import FIXTURES
@@ -359,6 +360,30 @@ def test_mappers_see_names_as_those_of_tensors():
     own.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"model.lm_head.": "language.lm_head."}))
     assert own.names["language.lm_head"] == "model.lm_head"
     assert own.scheme("language.lm_head") == "int8"
+
+
+def test_layers_that_a_model_builds_under_another_path():
+    """The only layer of its name in the block, or in the block that is built; else it is none."""
+    own = AnybitConfig({"*": "int8"})
+    layers = ("0.mamba.in_proj", "0.attn.o_proj", "1.mamba.in_proj", "1.a.fc", "1.b.fc")
+    own._survey({f"model.layers.{name}.codes8": (32, 8) for name in layers})
+    assert own.parts("model.layers.0.attn.o_proj") == ["model.layers.0.attn.o_proj"]
+    assert own.parts("model.2.mixer.in_proj") == ["model.layers.0.mamba.in_proj"]
+    assert own.parts("model.layers.1.mixer.in_proj") == ["model.layers.1.mamba.in_proj"]
+    assert own.parts("model.layers.0.other.in_proj") == ["model.layers.0.other.in_proj"]  # held
+    assert own.parts("model.layers.1.c.fc") == ["model.layers.1.c.fc"]  # one of two
+    with pytest.raises(Unsupported, match=r"has this layer and model\.2\.mixer\.in_proj"):
+        own.parts("model.layers.0.mamba.in_proj")
+
+
+def test_layers_of_several_parts():
+    """A layer of the checkpoint is as many parts as have its rows, on any number of ranks."""
+    names, schemes, rows = ["qkv", "z"], ["int8", "fp6"], [64, 32]
+    method = Stored(names, schemes, rows, None)
+    assert method.each([8, 8, 16, 16]) == [("qkv", "int8")] * 3 + [("z", "fp6")]
+    assert method.each([64, 32]) == [("qkv", "int8"), ("z", "fp6")]
+    with pytest.raises(InvalidInput, match=r"qkv, z: .* of \[64, 32\] rows into parts of \[40, "):
+        method.each([40, 40, 16])
 
 
 def test_registering_twice_changes_nothing():

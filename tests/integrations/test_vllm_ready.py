@@ -67,7 +67,7 @@ def kernels(monkeypatch):
 def layer_of(n, k, bias=None):
     layer = torch.nn.Module()
     layer.params_dtype, layer.bias = torch.float32, bias
-    method = Stored(["layer"], ["int4"], None)
+    method = Stored(["layer"], ["int4"], [n], None)
     method.finish(layer, [(quantize_tensor(torch.randn(n, k), get_format("int4")), None)])
     return method, layer
 
