@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.utils import jit_monitor
 
 from anybit.integrations.vllm_products import Experts, Multiply
+from anybit.kernels import compilations
 from anybit.kernels.ahead import build_for
 from anybit.kernels.backend import Compiled, LayerSpec, Needs
 from anybit.kernels.registry import get_backend
@@ -51,10 +53,28 @@ class Layers:
 
 
 LAYERS: Any = Layers()
+_late = 0
+
+
+def compilations_after_ready(_worker: Any = None) -> int:
+    """Kernels of anybit that this process has compiled or loaded since vLLM was ready.
+
+    Of all of vLLM's workers: `llm.collective_rpc(compilations_after_ready)`.
+    """
+    return _late
+
+
+def late(name: str) -> None:
+    """Warn of a kernel that a request waits for, of each once; vLLM says when it was ready."""
+    global _late
+    if jit_monitor.is_active():
+        _late += 1
+        logger.warning_once("anybit: a request waited for a kernel: %s", name)
 
 
 def register(part: nn.Module, biased: bool) -> None:
     """Have vLLM compile what a part of a layer may launch, if that depends on its tokens."""
+    compilations.watch(late)
     most = most_tokens()
     if most and isinstance(part, Multiply) and isinstance(get_backend(part.backend), Compiled):
         kind = part.scheme, part.prepared.shape, part.backend, part.dtype, biased
@@ -64,6 +84,7 @@ def register(part: nn.Module, biased: bool) -> None:
 
 def register_experts(method: Any, layer: Any) -> None:
     """Have vLLM compile what a layer of experts may launch, as `register` does."""
+    compilations.watch(late)
     both: list[Experts] = [layer.w13, layer.w2]
     products = [each.product for each in both if each.product is not None]
     most = most_tokens()

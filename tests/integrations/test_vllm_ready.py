@@ -6,11 +6,12 @@ import pytest
 import torch
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+from vllm.utils import jit_monitor
 
 from anybit.core.format import get_format
 from anybit.integrations import vllm_ready
 from anybit.integrations.vllm_linear import Stored
-from anybit.kernels import ahead, reference
+from anybit.kernels import ahead, compilations, reference
 from anybit.kernels.backend import Needs
 from anybit.kernels.registry import BACKENDS, register_backend
 from anybit.quantizers.quantize import quantize_tensor
@@ -101,3 +102,16 @@ def test_nothing_is_registered_outside_of_vllms_loading(kernels) -> None:
     assert method.apply(layer, torch.zeros(2, 128)).shape == (2, 64)
     assert kernels.asked == []
     assert vllm_ready.LAYERS.found == {}
+
+
+def test_kernels_that_requests_wait_for_are_counted(kernels, monkeypatch, caplog) -> None:
+    layer_of(64, 128)
+    before = vllm_ready.compilations_after_ready()
+    compilations.note("while vLLM starts")
+    monkeypatch.setattr(jit_monitor, "_active", True)
+    for _ in range(2):
+        compilations.note("product(64, 128)")
+    compilations.note("vllm.its_own", own=False)
+    assert vllm_ready.compilations_after_ready() == before + 2
+    assert caplog.text.count("a request waited for a kernel: product(64, 128)") == 1
+    assert "while vLLM starts" not in caplog.text

@@ -94,6 +94,15 @@ for scheme in ("int4:group=64", "int8@int8", "fp6"):
     missed[scheme] = [len(tokens), len(names[0]), len(names[1] - names[0])]
 print(json.dumps(missed))
 """
+TOLD = """
+from anybit.kernels import compilations
+
+told = []
+compilations.watch(told.append)
+for _ in range(2):
+    launches[1]()
+print(json.dumps(told))
+"""
 
 
 def run(cache: Path, *args: str, code: str = LAUNCH) -> Any:
@@ -117,3 +126,10 @@ def test_numbers_of_tokens_that_launch_every_kernel(tmp_path: Path) -> None:
     for tokens, kernels, missed in run(tmp_path, code=before + TOKENS).values():
         assert missed == 0
         assert 4 < kernels <= tokens + 2 < 40  # beside products, what quantizes and what decodes
+
+
+def test_a_kernel_is_told_once_with_its_sizes(tmp_path: Path) -> None:
+    before, _, _ = LAUNCH.partition("if sys.argv[2:]")
+    (told,) = run(tmp_path, "1", code=before + TOLD)
+    assert told.startswith("anybit.kernels.triton.activation._token(")
+    assert "=256" in told

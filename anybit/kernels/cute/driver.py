@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from anybit.kernels import compilations
-
 SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -102,7 +100,6 @@ class Launcher:
     settings: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     def __init__(self, path: Path, device: int):
-        compilations.note()
         self.device = device
         header, _, cubin = path.read_bytes().partition(b"\n")
         self.meta = json.loads(header)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from anybit.kernels import compilations
 from anybit.kernels.cute.driver import CARVEOUT, Launcher
 from anybit.kernels.cute.jit import KernelSpec, built
 
@@ -70,5 +71,6 @@ class CodebookLauncher(Launcher):
 def loaded(kernel: KernelSpec, device: int) -> Launcher:
     """A kernel on a device."""
     path = built(kernel)
+    compilations.note(str(kernel))
     with torch.cuda.device(device):
         return kernel.launcher(path, device)
