@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import (
     ApplyMoEActivationConfig,
     apply_moe_activation,
@@ -20,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.utils import set_weight_attrs
 
 from anybit.core.packed import WHOLE
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported
 from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_linear import (
     Empty,
@@ -79,6 +80,12 @@ class AnybitMoEMethod(FusedMoEMethodBase):
         first = next(iter(names.values()))
         if moe.has_bias:
             raise InvalidInput(f"{first}: experts with a bias are not supported; keep them: None")
+        config = get_current_vllm_config_or_none()
+        if config is not None and config.lora_config is not None:
+            raise Unsupported(
+                f"{first}: vLLM has no adapters for experts in codes; keep them: None, or leave "
+                "enable_lora out"
+            )
         if moe.moe_parallel_config.use_all2all_kernels:
             raise InvalidInput(
                 f"{first}: experts behind vLLM's all-to-all kernels (data parallelism) are not "

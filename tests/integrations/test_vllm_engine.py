@@ -31,10 +31,11 @@ def first_layer(spec):
     return {"*": "int8", "*.0.*": spec} if spec.startswith("trellis") else spec
 
 
-WHOLE = [first_layer(spec) for spec in SPECS]
+SCHEMES = [*SPECS, "trellis:code=look@int8"]
+WHOLE = [first_layer(scheme) for scheme in SCHEMES]
 
 
-@pytest.mark.parametrize("plan", [*WHOLE, *PLANS.values()], ids=[*SPECS, *PLANS])
+@pytest.mark.parametrize("plan", [*WHOLE, *PLANS.values()], ids=[*SCHEMES, *PLANS])
 def test_checkpoint(tmp_path, plan):
     quantize_checkpoint(PICO, tmp_path / "out", plan)
     assert by_vllm(tmp_path / "out") == by_transformers(tmp_path / "out")
@@ -76,6 +77,7 @@ def test_compiled_and_cached_graphs_follow_the_backend(tmp_path, monkeypatch):
 
 MIXTURES = {
     "one format": "int4:group=32",
+    "few bits": {"*": "int2:group=32", "*.w2": "int3:group=32"},
     "codebooks": {"*": "codebook:m=2,v=8,b=6", "lm_head": "int8"},
     "unlike projections": {"*": "fp6", "*.w2": None, "*.w3": "int5:group=64"},
 }

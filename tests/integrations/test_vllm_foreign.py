@@ -4,7 +4,9 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
@@ -13,6 +15,8 @@ from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import Unsupported
 from anybit.nn.model import dequantize_
 from tests.foreign.make import FIXTURES
+from tests.foreign.test_exl3 import tensors_of
+from tests.integrations.conftest import SIZES, made
 from tests.integrations.generate import by_transformers, by_vllm
 
 PROMPTS = [[1, 5, 9, 30, 7, 7, 12], [3, 4], [8, 30, 2, 17, 21]]
@@ -40,6 +44,24 @@ def test_checkpoint(name, tmp_path):
             by_vllm(source, PROMPTS, **options)
         return
     assert by_vllm(source, PROMPTS, **options) == wanted
+
+
+def test_trellis_codes_of_exllamav3(tmp_path):
+    source = tmp_path / "source"
+    config = LlamaConfig(
+        **SIZES | {"num_key_value_heads": 4}, intermediate_size=256, eos_token_id=None
+    )
+    tensors = load_file(made(config, source) / "model.safetensors")
+    for at, name in enumerate([name for name in tensors if "proj" in name]):
+        layer, shape = name.removesuffix(".weight"), tensors.pop(name).shape
+        codes = tensors_of(2 + at % 2, ("mcg", "mul1")[at % 2], *shape)
+        tensors |= {f"{layer}.{key}": torch.from_numpy(value) for key, value in codes.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    settings = json.loads((source / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "exl3", "bits": 2.5, "head_bits": 16}
+    (source / "config.json").write_text(json.dumps(settings))
+    convert_checkpoint(source, tmp_path / "out")
+    assert by_vllm(source, quantization="anybit") == by_transformers(tmp_path / "out")
 
 
 def test_experts(tmp_path, mixtral):

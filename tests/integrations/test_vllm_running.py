@@ -74,6 +74,13 @@ def test_adapters(tmp_path, stored):
         assert tokens_of(llm, PROMPTS) == plain
 
 
+def test_adapters_beside_experts_are_refused(tmp_path, mixtral):
+    quantize_checkpoint(mixtral, tmp_path / "out", "int4:group=32")
+    refusal = pytest.raises(Unsupported, match="no adapters for experts in codes; keep them")
+    with refusal, engine(tmp_path / "out", enable_lora=True, max_lora_rank=RANK):
+        pass
+
+
 def changed(source, directory):
     """A copy of a model with other weights."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
