@@ -33,7 +33,7 @@ class Flight:
 
     wait: waits for them. Without rows there are no tokens. choose: what samples, where that takes
     the tokens of the step before, which the host did not know yet: it starts masks of grammars, and
-    gives what waits for them and gives the whole flight.
+    returns what waits for them, samples and returns the whole flight.
     """
 
     scheduled: list[Scheduled]
