@@ -94,7 +94,7 @@ class ModelRunner:
             elif not self.overlaps:
                 graphs = min(graphs, MOST_RECORDED)
             size, width = room.block_size, -(-model.length // room.block_size)
-            # Recurrences of several tokens run text by text, as no graph of any texts can.
+            # How scans cut several tokens into pieces is not the same for any texts.
             reads = not steady and not model.recurrent
             sizes = (prompt_sizes(tokens) if self.overlaps else RECORDED) if reads else ()
             self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes)
