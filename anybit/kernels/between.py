@@ -157,16 +157,20 @@ class Family:
         """x (T, K) -> codes, scale and sums of T rows or those of pairs, as in `Activations`."""
         codes, scale = quantize_tokens(x, activation)
         if pairs:
-            finer, (token, second) = rest(x, codes, scale), pairs.places
-            codes = torch.where(second[:, None], finer[token], codes[token])
-            scale = torch.where(second[:, None], scale[token] / FINER, scale[token])
+            token, second = pairs.places  # `index_select`: recordings refuse other indexing
+            finer, codes, scale = (
+                t.index_select(0, token) for t in (rest(x, codes, scale), codes, scale)
+            )
+            codes = torch.where(second[:, None], finer, codes)
+            scale = torch.where(second[:, None], scale / FINER, scale)
         some = codes if activation == "int8" else codes.new_empty(0, 0, dtype=torch.int32)
         return codes, scale[:, 0], some.sum(-1, dtype=torch.int32)
 
     def join(self, y: Tensor, pairs: Pairs, bias: Tensor | None) -> Tensor:
         """Outputs (rows, N) of a backend that adds none up -> (T, N), plus a bias."""
         first, behind, two = pairs.sums
-        out = y[first].float() + torch.where(two[:, None], y[behind].float(), 0)
+        out, more = (y.index_select(0, rows).float() for rows in (first, behind))
+        out += torch.where(two[:, None], more, 0)
         return (out if bias is None else out + bias.float()).to(y.dtype)
 
     def rotate(self, x: Tensor, vector: Tensor, after: bool) -> Tensor:

@@ -127,6 +127,15 @@ def test_rows_of_graphs_are_those_of_answers() -> None:
     assert (pairs.count.tolist(), pairs.tokens, pairs.rows) == ([8], 8, 16)
 
 
+def test_steps_are_recorded() -> None:
+    """On a CPU: nothing in them makes a recording run the model each time."""
+    llm = LLM(PICO, "int8@int8", dtype="float32", exact_answers=True, max_running=2)
+    llm.generate(prompts(2, 5), WRITTEN, show_progress=False)
+    graphs = llm.engine.runner.graphs
+    if graphs is not None and DEVICE.type == "cpu":
+        assert [graph.refused for graph, _ in graphs.graphs.values()] == [None] * len(graphs.graphs)
+
+
 def test_new_weights_keep_them() -> None:
     llm = LLM(PICO, "int4@int8", dtype="float32", exact_answers=True, prefix_caching=False)
     before = llm.generate([[5]], WRITTEN, show_progress=False)[0].completions[0]
