@@ -59,7 +59,7 @@ class Narrow(Product):
         words = self.load_table(given, thread)
         if const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-            for s in cutlass.range_constexpr(self.early):
+            for s in cutlass.range_constexpr(self.stages - 1):
                 if s < count:
                     self.fetch_weights(ring + s * self.stage_bytes, blob + s * step, pieces, lane)
             self.store_table(words, thread)
@@ -69,7 +69,7 @@ class Narrow(Product):
         for s in cutlass.range_constexpr(self.stages - 1):
             if s < count:
                 to = ring + s * self.stage_bytes
-                if const_expr(s >= self.early):
+                if const_expr(not self.overlap):
                     self.fetch_weights(to, blob + s * step, pieces, lane)
                 self.fetch_tokens(to, given, first, end, warp + s * self.warps, lane)
             commit()
@@ -146,11 +146,6 @@ class Narrow(Product):
                 lanes = Uint32(lane() ^ apart)
                 total = [t + Int32(shuffle(Uint32(t), lanes)) for t in total]
         return total
-
-    @property
-    def early(self) -> int:
-        """Stages of weights that are fetched before tokens, while the previous kernel runs."""
-        return self.stages - 1 if self.overlap else 0
 
     @property
     def crowded(self) -> bool:
