@@ -248,7 +248,7 @@ class AnybitConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
-        known, self.names = self.names, {}
+        known, self.names, self.alike = self.names, {}, {}
         for ours, theirs in known.items():  # a mapper may look for `lm_head.`, with its dot
             if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
                 self.names[weight.removesuffix(".weight")] = theirs
@@ -257,8 +257,9 @@ class AnybitConfig(QuantizationConfig):
         """Names planes and scales of experts as their weights, which all of vLLM's models find."""
         from vllm.model_executor.models.utils import WeightsMapper
 
-        own = {} if self.source else {EXPERTS: r"\1weight_\2"}
-        return WeightsMapper(orig_to_new_regex=own)
+        if self.source is not None:
+            return super().get_checkpoint_weight_mapper()
+        return WeightsMapper(orig_to_new_regex={EXPERTS: r"\1weight_\2"})
 
     def scheme(self, prefix: str) -> str | None:
         """The scheme of a layer, by vLLM's name of it; None for one that is not quantized."""
