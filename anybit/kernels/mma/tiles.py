@@ -22,7 +22,7 @@ RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
 FEW = (1, 8, NARROW)  # most tokens of its tiles
 NARROW_WARPS = 16  # of its CTAs on a multiprocessor: each may keep 128 registers a thread
-UNDERWAY = 1 << 15  # bytes for a multiprocessor that hide the memory's latency, of an H200
+UNDERWAY = 1 << 14  # bytes on their way to a multiprocessor beside a table, measured on an H200
 BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registers are enough for
 SMALL = 64  # most tokens of small weights on H100 and H200
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
@@ -337,7 +337,7 @@ def beside_table(decoder: Decoder, gpu: Gpu, tokens: int, n: int) -> Tile | None
     """`narrow` of decoders with a table, where decoding binds: the busiest multiprocessor decides.
 
     Of the tiles whose CTAs are all resident at once: fewest rows there, most warps, most rows of a
-    CTA. With more stages than hide the memory's latency the first tokens wait behind weights.
+    CTA. With more stages than `UNDERWAY` asks for, the first tokens wait behind weights.
     """
     at_once = []
     for slices in range(1, 9 if tokens <= 8 else 5):  # more sums of 16 tokens would spill
