@@ -10,10 +10,12 @@ from tests.engine.conftest import prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
 from tests.engine.test_recurrent import GREEDY, MIXED, Checkpoint, assert_nothing_is_held
 from tests.engine.test_speculation import Told, alone, drafting, speculating
+from tests.needs import pairs
 
 
-@pytest.mark.parametrize("name", MIXED)
-@pytest.mark.parametrize("option", [{}, {"max_tokens": 5}, {"deterministic": True}])
+@pytest.mark.parametrize(
+    ("name", "option"), pairs(MIXED, [{}, {"max_tokens": 5}, {"deterministic": True}])
+)
 def test_prefixes_go_on_from_kept_states(
     checkpoint: Checkpoint, name: str, option: dict[str, Any]
 ) -> None:
@@ -65,15 +67,15 @@ def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> 
     assert_no_block_is_held(engine)
 
 
-@pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize(
-    ("option", "overlaps"),
-    [({}, True), ({"max_tokens": 7, "block_size": 4, "draft_tokens": 1}, False)],
+    ("name", "how"),
+    pairs(MIXED, [({}, True), ({"max_tokens": 7, "block_size": 4, "draft_tokens": 1}, False)]),
 )
 def test_wrong_guesses_leave_no_trace_in_states(
-    checkpoint: Checkpoint, name: str, option: dict[str, Any], overlaps: bool
+    checkpoint: Checkpoint, name: str, how: tuple[dict[str, Any], bool]
 ) -> None:
     """In steps with prompts and without, with prefixes that are found, after preemptions."""
+    option, overlaps = how
     want = alone(checkpoint, name)
     llm = LLM(checkpoint(name), draft="ngram", **option)
     speculating(llm, Told(want), option.get("draft_tokens", 4))
@@ -95,8 +97,8 @@ def test_wrong_guesses_leave_no_trace_in_states(
 
 @pytest.mark.parametrize(
     ("name", "draft"),
-    [*((name, "auto") for name in MIXED), *((name, name) for name in MIXED), ("llama", "lfm2"),
-     ("falcon_h1", "llama"), ("llama", "falcon_h1")],
+    [*((name, "auto" if auto else name) for name, auto in pairs(MIXED, [True, False])),
+     ("llama", "lfm2"), ("falcon_h1", "llama")],
 )  # fmt: skip
 def test_models_with_states_draft(checkpoint: Checkpoint, name: str, draft: str) -> None:
     small = {"max_tokens": 9, "block_size": 4, "max_running": 3}
