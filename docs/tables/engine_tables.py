@@ -78,16 +78,12 @@ def system() -> str:
 
 def prompts() -> str:
     """Milliseconds to a prompt's first token, by length."""
-    found: dict[tuple[str, str], dict[int, Row]] = defaultdict(dict)
+    found: dict[str, dict[int, str]] = defaultdict(dict)
     for row in read("h200_prompts"):
-        if row["prompts"] == "1":
-            found[row["format"], row["graphs"]][int(row["tokens"])] = row
+        found[row["format"]][int(row["tokens"])] = f"{float(row['ms']):.1f}"
     sizes = sorted({size for rows in found.values() for size in rows})
-    out = [
-        [f"`{spec}`", graphs, *(f"{float(rows[n]['ms']):.1f}" if n in rows else "" for n in sizes)]
-        for (spec, graphs), rows in found.items()
-    ]
-    return markdown(["weights", "CUDA graph", *(f"{n:,}" for n in sizes)], out, words=2)
+    out = [[f"`{spec}`", *(rows[n] for n in sizes)] for spec, rows in found.items()]
+    return markdown(["weights", *(f"{n:,} tokens" for n in sizes)], out)
 
 
 SCORED = {  # models by which KV caches are shown
