@@ -103,6 +103,10 @@ def assemble(
             drafter = Lookup()
     manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows, kept)
     steps, each = (settings.max_running, settings.max_tokens), 1 + settings.exact_answers
+    if settings.max_tokens < each:
+        raise InvalidInput(
+            f"max_tokens={settings.max_tokens}: an exact answer's token takes {each}"
+        )
     scheduler = Scheduler(manager, *steps, each)
     if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
         scheduler = SteadyScheduler(manager, *steps, runner.rows)

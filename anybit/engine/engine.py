@@ -99,9 +99,9 @@ class Engine:
 
     def prepared(self) -> None:
         """Do what is to be done before requests come, once."""
-        prepare, self.prepare = self.prepare, None
-        if prepare is not None:
-            prepare()
+        if self.prepare is not None:
+            self.prepare()
+            self.prepare = None
 
     def check(self, prompt: Items[int], params: SamplingParams) -> None:
         """ValueError when a prompt or its parameters cannot be served."""

@@ -242,11 +242,11 @@ class LLM:
         fresh = again(models, weights, plans, self.keep)
         for small in fresh[1:]:
             share(fresh[0], small)
+        self.engine.scheduler.blocks.forget()  # first: what follows may be interrupted
         for each, model in zip(runners, fresh, strict=True):
             each.replace(model)
         if self.engine.speculation is not None:
             self.engine.speculation.renew()
-        self.engine.scheduler.blocks.forget()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""

@@ -23,7 +23,7 @@ def mixed(old: float, new: float) -> float:
 
 
 @dataclass
-class Room:
+class Budget:
     """What a step has left.
 
     tokens: in all. texts: texts being written that will still take some of them, `each` for their
@@ -62,7 +62,7 @@ class Room:
 
 
 def pairs(tokens: int, before: int, extra: float) -> float:
-    """Of a prompt's tokens in a step and those before them; see `Room`."""
+    """Of a prompt's tokens in a step and those before them; see `Budget`."""
     return (tokens + extra) * before + tokens * tokens / 2
 
 
@@ -92,7 +92,7 @@ class Pace:
         self.factor = 1.0  # of what prompts add, by what steps have taken lately
         self.rest = 0  # steps with prompts since one without
 
-    def room(self, texts: int, computed: int, captured: bool = True) -> Room:
+    def room(self, texts: int, computed: int, captured: bool = True) -> Budget:
         """What a step may take.
 
         computed: tokens of the first prompt that it would read. captured: whether such a step was
@@ -101,12 +101,12 @@ class Pace:
         """
         each, taken = self.each, texts * self.each
         if self.follows and (not captured or texts > max(self.first)):
-            return Room(taken + max(self.seconds), texts, each)
+            return Budget(taken + max(self.seconds), texts, each)
         if self.rest >= REST:
-            return Room(taken, texts, each)
+            return Budget(taken, texts, each)
         sizes = [size for size in self.seconds if size >= taken + self.least]
         if not sizes:
-            return Room(taken + self.least, texts, each)
+            return Budget(taken + self.least, texts, each)
         plain = near(self.plain, texts)
         left = (FACTOR * plain if self.limit is None else self.limit) - plain
         costs = [
@@ -120,10 +120,10 @@ class Pace:
             ):
                 at += 1
         if not self.pair:
-            return Room(sizes[at], texts, each)
+            return Budget(sizes[at], texts, each)
         spare = max(left, costs[at]) - self._cost(sizes[at], texts, 0)
         spare /= self.pair * self.factor
-        return Room(sizes[at], texts, each, spare, self.extra, self.least)
+        return Budget(sizes[at], texts, each, spare, self.extra, self.least)
 
     def timed(self, texts: int, prompts: list[tuple[int, int]], seconds: float) -> None:
         """Note what a step has taken.

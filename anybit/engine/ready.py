@@ -7,7 +7,7 @@ import torch
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Engine, Stats
 from anybit.engine.graphs import StepGraphs
-from anybit.engine.model_runner import RECORDED, ModelRunner
+from anybit.engine.model_runner import ModelRunner
 from anybit.engine.pace import Pace
 from anybit.engine.sequence import SamplingParams
 from anybit.kernels import compilations
@@ -52,16 +52,22 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
             scheduler.pace = Pace(seconds, max_itl, *runner.graphs.costs(), each=scheduler.each)
         if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
             captured(drafter.runner.graphs)
-    token = engine.vocabulary - 1
+    if runner.overlaps:
+        rehearse(engine)
+    engine.ready_at = (compilations.count(), runner.graphs.captures)
+
+
+def rehearse(engine: Engine) -> None:
+    """Run what samples in other ways, or in no graph, for what that compiles."""
+    scheduler, token = engine.scheduler, engine.vocabulary - 1
     for at, (tokens, params) in enumerate(REHEARSED):
-        if tokens + 4 < engine.length and (runner.overlaps or tokens <= RECORDED[-1]):
+        if tokens + 4 < engine.length:
             engine.add(f"ready-{at}", [token] * tokens, params)
             while engine.busy:
                 engine.step()
     scheduler.blocks.forget()
     scheduler.preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
     engine.stats = Stats()
-    engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 
 def captured(graphs: StepGraphs) -> dict[int, float]:

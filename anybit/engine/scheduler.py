@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.pace import Pace, Room
+from anybit.engine.pace import Budget, Pace
 from anybit.engine.sequence import Sequence
 
 MOST_PROMPTS = 64  # that one step begins to read
@@ -114,12 +114,12 @@ class Scheduler:
         ends = tokens == seq.remaining
         return Scheduled(seq, seq.computed, tokens, ends, begin=begin, kept=kept)
 
-    def _room(self) -> Room:
+    def _room(self) -> Budget:
         """What the next step may take."""
         texts = sum(seq.writes for seq in self.running)
         first = next((seq for seq in [*self.running, *self.waiting] if not seq.writes), None)
         if self.pace is None or first is None or not texts:
-            return Room(self.max_tokens, texts, self.each)
+            return Budget(self.max_tokens, texts, self.each)
         as_captured = all(map(captured, [first, *self.running]))
         room = self.pace.room(texts, first.computed, as_captured)
         room.tokens = min(room.tokens, self.max_tokens)

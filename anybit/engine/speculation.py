@@ -156,6 +156,8 @@ class Speculation:
         seqs = [scheduled[i].seq for i in at]
         if not 0 < len(seqs) <= TEXTS or self.costs.plain >= PLAIN:
             return scheduled
+        if scheduler.pace is not None and not all(s.writes for s in scheduled):
+            return scheduled  # with prompts, a step takes what it may without drafts
         rows = [Row(seq, seq.generated) for seq in seqs]
         reach = [
             min(most, seq.limit - len(seq.tokens) - 1)

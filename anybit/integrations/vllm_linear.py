@@ -75,6 +75,11 @@ class AnybitLinearMethod(LinearMethodBase):
             return layers * len(sizes)
         if len(layers) == len(sizes):
             return layers
+        if not all(self.rows):
+            raise InvalidInput(
+                f"{', '.join(self.names)}: vLLM merges these layers, of which the checkpoint has "
+                f"{self.rows} rows; it lacks some"
+            )
         ranks, out = sum(self.rows) // sum(sizes), list[tuple[str, str | None]]()
         for layer, rows in zip(layers, self.rows, strict=True):
             first = len(out)  # a layer is as many parts as have its rows

@@ -197,6 +197,8 @@ def add_information(app: FastAPI, server: Server) -> None:
     async def health() -> Response:
         if not server.engine.accepting:
             raise server.overloaded(server.engine.failure or "the server is shutting down")
+        if server.engine.engine.prepare is not None:
+            raise server.overloaded("the server is still starting")
         return Response()
 
     @app.get("/version", responses={401: mistakes.ERRORS[401]})

@@ -13,7 +13,7 @@ from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
-from anybit.errors import Unsupported
+from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
 from tests.engine.conftest import prompts, random_model
@@ -134,6 +134,13 @@ def test_steps_are_recorded() -> None:
     graphs = llm.engine.runner.graphs
     if graphs is not None and DEVICE.type == "cpu":
         assert [graph.refused for graph, _ in graphs.graphs.values()] == [None] * len(graphs.graphs)
+
+
+def test_a_step_without_room_for_an_answer_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="max_tokens=1: an exact answer's token takes 2"):
+        LLM(PICO, "int8@int8", exact_answers=True, max_tokens=1)
+    llm = LLM(PICO, "int8@int8", exact_answers=True, max_tokens=2)
+    assert len(llm.generate([[5, 6, 7]], WRITTEN)[0].tokens) == 12
 
 
 def test_new_weights_keep_them() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.pace import FACTOR, REST, Pace, Room, pairs
+from anybit.engine.pace import FACTOR, REST, Budget, Pace, pairs
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
 
@@ -112,10 +112,10 @@ def test_a_limit_of_milliseconds_is_kept() -> None:
 def test_sizes_of_a_gpu_keep_a_prompt_going() -> None:
     """Times of whole steps, which are not followed; 16 tokens at least, whatever they take."""
     own = Pace({16: 0.001, 64: 0.01, 256: 0.03}, 0.02, least=16)
-    assert own.room(1, 0) == Room(64, 1)
-    assert own.room(40, 5000) == Room(64, 40)
-    assert own.room(100, 0) == Room(256, 100)
-    assert own.room(400, 0) == Room(416, 400)
+    assert own.room(1, 0) == Budget(64, 1)
+    assert own.room(40, 5000) == Budget(64, 40)
+    assert own.room(100, 0) == Budget(256, 100)
+    assert own.room(400, 0) == Budget(416, 400)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(adapter="a"), SamplingParams(prompt_logprobs=0)])
@@ -148,7 +148,7 @@ def test_more_texts_than_were_timed() -> None:
 
 def test_prompts_share_what_a_step_has_left() -> None:
     """Each takes what is read before it; the rest is the next one's, texts' tokens aside."""
-    room = Room(16, 2, 1, pairs=600.0, extra=2.0, least=1)
+    room = Budget(16, 2, 1, pairs=600.0, extra=2.0, least=1)
     old = text("old", 400)
     old.computed = 100
     assert room.take(old) == 3  # (3 + 2) * 100 + 3 * 3 / 2
@@ -160,6 +160,6 @@ def test_prompts_share_what_a_step_has_left() -> None:
     writing.computed = 3
     assert room.take(writing) == room.take(writing) == 1
     assert room.take(new) == room.tokens == 0
-    least = Room(8, 0, 1, pairs=0.0, extra=2.0, least=1)
+    least = Budget(8, 0, 1, pairs=0.0, extra=2.0, least=1)
     assert [least.take(old), least.take(old)] == [1, 0]
-    assert math.isinf(Room(5).pairs)
+    assert math.isinf(Budget(5).pairs)

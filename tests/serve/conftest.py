@@ -112,6 +112,7 @@ def serving(llm: LLM, **settings: object) -> Iterator[Live]:
         thread.start()
         try:
             assert wait_for(lambda: server.started)
+            assert wait_for(lambda: llm.engine.prepare is None, 60)
             inside = configured.app.state.server  # type: ignore[union-attr]
             yield Live(f"http://127.0.0.1:{port}", inside, port, end)
         finally:

@@ -140,6 +140,17 @@ def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert httpx.get(live.url + "/health").status_code == 503
 
 
+def test_a_server_that_prepares_steps_is_not_healthy_yet(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(live.server.llm.engine, "prepare", list)
+        answer = httpx.get(live.url + "/health")
+        assert answer.status_code == 503
+        assert "still starting" in answer.json()["error"]["message"]
+    assert httpx.get(live.url + "/health").status_code == 200
+
+
 def test_many_clients_at_once_each_get_their_own(live: Live) -> None:
     """Streams neither lose nor mix up tokens."""
     with httpx.Client(base_url=live.url, timeout=120) as client:

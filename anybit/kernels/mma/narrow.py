@@ -1,4 +1,4 @@
-"""Few tokens: 8 to 32 of them and 16 to 64 rows a CTA, whose warps split K; CTAs share nothing.
+"""Few tokens: 1 to 16 of them and 16 to 128 rows a CTA, whose warps split K; CTAs share nothing.
 
 Warp w of W multiplies K tiles w, w + W, ... from a ring of its own, so that no barrier stands in
 the loop. The sums meet in shared memory and are added in the order of warps.

@@ -255,6 +255,7 @@ class SmallWeight:
             [x[a:b] @ w.T for (a, b), w in zip(pairwise([0, *ends]), self.weights, strict=True)]
         )
         joins = self.activation == "int8" and kernel.tile.kind in ("narrow", "gemm")
+        joins = joins and kernel.tile.tokens > 1  # else it is launched for one row, without pairs
         if joins:
             want = torch.cat([want[:2].sum(0, keepdim=True), want[2:]])
         errors = [
