@@ -7,6 +7,7 @@ weight, and the rest stay beside it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,19 +55,16 @@ def numbers(shard_id: Any, count: int) -> Sequence[int]:
     return given
 
 
+@dataclass(eq=False, repr=False)
 class AnybitLinearMethod(LinearMethodBase):
     """names: the checkpoint's layers that make up the layer; one for a single, or for one that is
     merged in the checkpoint already. schemes: of each; None for a dense one. rows: of each.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        schemes: list[str | None],
-        rows: list[int],
-        backend: str | None,
-    ):
-        self.names, self.schemes, self.rows, self.backend = names, schemes, rows, backend
+    names: list[str]
+    schemes: list[str | None]
+    rows: list[int]
+    backend: str | None
 
     def each(self, sizes: list[int]) -> list[tuple[str, str | None]]:
         """Name and scheme of each of the layer's parts; sizes: rows that a rank has of each."""
@@ -116,23 +114,15 @@ class AnybitLinearMethod(LinearMethodBase):
 
 
 @register_weight_loader_v2_supported_method
+@dataclass(eq=False, repr=False)
 class Stored(AnybitLinearMethod):
     """Layers of a quantized checkpoint.
 
     source: of layers that another tool quantized. original: finds a layer's tensor in the files.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        schemes: list[str | None],
-        rows: list[int],
-        backend: str | None,
-        source: Source | None = None,
-        original: Callable[[str, str], StoredTensor] | None = None,
-    ):
-        super().__init__(names, schemes, rows, backend)
-        self.source, self.original = source, original
+    source: Source | None = None
+    original: Callable[[str, str], StoredTensor] | None = None
 
     def create_weights(
         self,
@@ -193,25 +183,17 @@ class Stored(AnybitLinearMethod):
 
 
 @register_weight_loader_v2_supported_method
+@dataclass(eq=False, repr=False)
 class OnLoad(AnybitLinearMethod):
     """Layers of a dense checkpoint, each quantized as soon as it is read (round to nearest).
 
     A rank quantizes its own part: the same codes as in the whole weight, except where columns that
-    share a scale, or rows that share a codebook, are divided.
+    share a scale, or rows that share a codebook, are divided. tied: whether the model's head shares
+    the embeddings' weight.
     """
 
+    tied: bool = False
     uses_meta_device = True  # vLLM makes room for one layer at a time
-
-    def __init__(
-        self,
-        names: list[str],
-        schemes: list[str | None],
-        rows: list[int],
-        backend: str | None,
-        tied: bool = False,
-    ):
-        super().__init__(names, schemes, rows, backend)
-        self.tied = tied  # whether the model's head shares the embeddings' weight
 
     def create_weights(
         self,
