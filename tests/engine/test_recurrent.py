@@ -1,7 +1,7 @@
 """Layers that keep states of texts: whatever shares their steps, texts stay what they are alone."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner, state_bytes
 from anybit.engine.models.hosted import Hosted
@@ -29,6 +30,23 @@ from tests.engine.test_speculation import Told, speculating
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 MIXED = ("lfm2", "falcon_h1", "jamba", "mamba2", "qwen3_5")  # each kind of state
+
+
+def aborted(
+    engine: Engine, rng: random.Random, chance: float, got: dict[str, list[int]]
+) -> Iterator[str]:
+    """Run an engine, and after a step with some chance abort a request, which is given.
+
+    got: the tokens of requests that were not aborted.
+    """
+    while engine.busy:
+        for delta in engine.step():
+            got.setdefault(delta.request, []).extend(delta.tokens)
+        if engine.requests and rng.random() < chance:
+            victim = rng.choice(list(engine.requests))
+            engine.abort(victim)
+            got.pop(victim, None)
+            yield victim
 
 
 def assert_nothing_is_held(llm: LLM) -> None:
@@ -73,14 +91,8 @@ def test_aborts_leave_no_row(checkpoint: Checkpoint, name: str) -> None:
     names = {str(i): rng.choice(prompts(8)) for i in range(60)}
     for request, prompt in names.items():
         engine.add(request, prompt, GREEDY)
-    while engine.busy:
-        for delta in engine.step():
-            got.setdefault(delta.request, []).extend(delta.tokens)
-        if engine.requests and rng.random() < 0.3:
-            victim = rng.choice(list(engine.requests))
-            engine.abort(victim)
-            got.pop(victim, None)
-            names.pop(victim)
+    for victim in aborted(engine, rng, 0.3, got):
+        names.pop(victim)
     assert len(names) > 10
     for request, prompt in names.items():
         assert got[request] == want[tuple(prompt)]

@@ -8,7 +8,7 @@ import pytest
 from anybit.engine.llm import LLM
 from tests.engine.conftest import prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
-from tests.engine.test_recurrent import GREEDY, MIXED, Checkpoint, assert_nothing_is_held
+from tests.engine.test_recurrent import GREEDY, MIXED, Checkpoint, aborted, assert_nothing_is_held
 from tests.engine.test_speculation import Told, alone, drafting, speculating
 from tests.needs import pairs
 
@@ -53,14 +53,8 @@ def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> 
     got = dict[str, list[int]]()
     for i, prompt in enumerate(many):
         engine.add(str(i), prompt, GREEDY)
-    while engine.busy:
-        for delta in engine.step():
-            got.setdefault(delta.request, []).extend(delta.tokens)
-        if engine.requests and rng.random() < 0.1:
-            victim = rng.choice(list(engine.requests))
-            engine.abort(victim)
-            got.pop(victim, None)
-            engine.add(victim, many[int(victim)], GREEDY)
+    for victim in aborted(engine, rng, 0.1, got):
+        engine.add(victim, many[int(victim)], GREEDY)
     assert [got[str(i)] for i in range(len(many))] == want
     assert engine.scheduler.prefix_hits > 50
     assert len(blocks.kept.free) + len(blocks.kept.known) == 2
