@@ -83,6 +83,7 @@ def assemble(
     runner: Runner
     drafter: Drafter | None = None
     rows = kept = 0
+    each = 1 + settings.exact_answers  # rows of an answer's token
     if settings.exact_answers:
         check_exact(loaded.model).exact_answers = True
     if isinstance(loaded.model, Generator):
@@ -90,6 +91,10 @@ def assemble(
         blocks = -(-length // settings.block_size)
         settings = replace(settings, max_running=1, max_tokens=length, prefix_caching=False)
     else:
+        if settings.max_tokens < each:
+            raise InvalidInput(
+                f"max_tokens={settings.max_tokens}: an exact answer's token takes {each}"
+            )
         room = room_of(loaded, small, settings)
         blocks, kept = room.blocks, room.kept
         rows = room.rows - 1 - kept if loaded.model.recurrent else 0
@@ -102,11 +107,7 @@ def assemble(
         elif settings.draft is not None:
             drafter = Lookup()
     manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows, kept)
-    steps, each = (settings.max_running, settings.max_tokens), 1 + settings.exact_answers
-    if settings.max_tokens < each:
-        raise InvalidInput(
-            f"max_tokens={settings.max_tokens}: an exact answer's token takes {each}"
-        )
+    steps = settings.max_running, settings.max_tokens
     scheduler = Scheduler(manager, *steps, each)
     if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
         scheduler = SteadyScheduler(manager, *steps, runner.rows)

@@ -72,7 +72,8 @@ class Rows:
 
     def size(self, scheduled: list[Scheduled]) -> int:
         """The size that a step runs as."""
-        return self.size_of(rows_of(scheduled) + self.exact * single_of(scheduled))
+        more = single_of(scheduled) if self.exact else 0
+        return self.size_of(rows_of(scheduled) + more)
 
     def size_of(self, rows: int) -> int:
         """The smallest size of so many rows or more; `rows` if there is none."""
@@ -203,9 +204,8 @@ class StepGraphs:
         self.written = Rows(self.sizes, largest, 0, width, block_size, device)
         self.prompts = None
         if prompts:
-            short, single = width, min(MOST_SINGLE, largest)
-            if device.type == "cuda":
-                short = min(width, LONGEST // block_size)
+            short = min(width, LONGEST // block_size) if device.type == "cuda" else width
+            single = min(MOST_SINGLE, largest)
             self.prompts = Rows(
                 prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers
             )
@@ -348,10 +348,10 @@ class StepGraphs:
 
     def can_read(self, scheduled: list[Scheduled]) -> bool:
         """Whether a graph takes a step that reads prompts."""
-        if self.prompts is None or self.prompts.size(scheduled) > self.prompts.sizes[-1]:
+        if self.prompts is None or (size := self.prompts.size(scheduled)) > self.prompts.sizes[-1]:
             return False
         return (
-            single_of(scheduled) <= self.prompts.single(self.prompts.size(scheduled))
+            single_of(scheduled) <= self.prompts.single(size)
             and sum(s.tokens > 1 for s in scheduled) <= self.prompts.prompts
             and max(len(s.seq.blocks) for s in scheduled) <= self.prompts.width
         )

@@ -108,8 +108,9 @@ def penalized(logits: Tensor, index: list[int], rows: "list[Row]", given: Tensor
     each = torch.tensor([row.seq.params.penalties for row in rows])
     repetition, presence, frequency = each.to(logits.device, non_blocking=True)[which].unbind(1)
     repetition = repetition.clamp_min(TINY)
-    rows_ = which if len(index) == len(logits) else numbers(index, logits.device)[which]
-    at = rows_ * logits.shape[1] + tokens
+    if len(index) < len(logits):
+        which = numbers(index, logits.device)[which]
+    at = which * logits.shape[1] + tokens
     held = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
     counts = held.scatter_add_(0, at, counts)[at]
     out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

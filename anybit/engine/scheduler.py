@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.pace import Budget, Pace
@@ -117,7 +118,7 @@ class Scheduler:
     def _room(self) -> Budget:
         """What the next step may take."""
         texts = sum(seq.writes for seq in self.running)
-        first = next((seq for seq in [*self.running, *self.waiting] if not seq.writes), None)
+        first = next((seq for seq in chain(self.running, self.waiting) if not seq.writes), None)
         if self.pace is None or first is None or not texts:
             return Budget(self.max_tokens, texts, self.each)
         as_captured = all(map(captured, [first, *self.running]))

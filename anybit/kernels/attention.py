@@ -49,11 +49,9 @@ class Batch:
     def pairs(self, rows: int | None = None) -> Pairs | None:
         """Two rows of codes for sequences with one token, if any are; of `rows`, if given."""
         n, tokens = self.decodes, len(self.positions)
-        return (
-            None
-            if not n
-            else Pairs(self.starts[n : n + 1], tokens, tokens + n if rows is None else rows)
-        )
+        if not n:
+            return None
+        return Pairs(self.starts[n : n + 1], tokens, tokens + n if rows is None else rows)
 
     # What layers ask for, once for all of them.
 

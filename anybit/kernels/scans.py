@@ -87,7 +87,8 @@ class Texts:
                 table.append((n, starts[i], first, stop))
             saved += [(order[n], pieces[order[n]][depth][1]) for n in keeps[-1]]
         passed = [*((i, lengths[i]) for i in order), *saved]
-        ends = [(order.index(i), starts[i], tokens) for i, tokens in passed]
+        place = {i: n for n, i in enumerate(order)}
+        ends = [(place[i], starts[i], tokens) for i, tokens in passed]
         numbers = (order, list(zip(*table, strict=True)), list(zip(*ends, strict=True)), places)
         tensors = (torch.tensor(t, dtype=torch.int32) for t in numbers)
         return cls(counts, keeps, saved, size, *(t.to(device, non_blocking=True) for t in tensors))
