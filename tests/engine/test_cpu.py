@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from tests.engine.conftest import prompts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the engine takes the GPU")
 Checkpoint = Callable[[str], Path]
-NEAR = 0.1  # sums of norms in another order change a code of K or V by one
+# Sums in another order change last bits, and now and then a code of K or V by one: in few steps.
+LAST_BITS, USUAL, ANOTHER_CODE = 1e-3, 0.01, 0.5
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
@@ -46,15 +48,18 @@ def test_tokens_are_those_of_plain_torch(
     plain(monkeypatch)
     llm = LLM(checkpoint(name), max_running=4, block_size=4, kv_cache=kv)
     assert llm.engine.runner.graphs is None
+    apart = []
     for mine, other in zip(got, llm.generate(many, params), strict=True):
         if kv == "model":
             assert mine.tokens == other.tokens
         for a, b in zip(*(o.completions[0].logprobs for o in (mine, other)), strict=True):
             (x, first), (_, second) = a.top
-            assert abs(first - b.top[0][1]) < NEAR
+            apart.append(abs(first - b.top[0][1]))
             if x != b.top[0][0]:  # as likely as the other; what follows is another text
-                assert first - second < NEAR
+                assert first - second < ANOTHER_CODE
                 break
+    assert median(apart) < USUAL
+    assert max(apart) < (LAST_BITS if kv == "model" else ANOTHER_CODE)
 
 
 def test_more_texts_than_a_recording_holds(checkpoint: Checkpoint) -> None:
