@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from anybit.engine.block_manager import BlockManager
 from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
@@ -183,29 +182,6 @@ def test_a_prompt_of_full_known_blocks_still_runs_a_token(checkpoint: Checkpoint
     first, second = (llm.generate(list(range(2, 18)), params)[0].tokens for _ in range(2))
     assert first == second
     assert llm.engine.scheduler.prefix_hits == 12
-
-
-def test_the_longest_unused_blocks_are_forgotten_first() -> None:
-    manager = BlockManager(4, 2)
-    engine = FakeSequence([1, 2, 3, 4]), FakeSequence([5, 6, 7, 8])
-    for seq in engine:
-        assert manager.grow(seq, 4)
-        manager.computed(seq, 4)
-    assert not manager.grow(FakeSequence([9]), 1)
-    for seq in engine:
-        manager.release(seq)
-    assert manager.grow(FakeSequence([9]), 1)  # takes the end of the first text
-    first, second = FakeSequence([1, 2, 3, 4, 0]), FakeSequence([5, 6, 7, 8, 0])
-    manager.match(first)
-    manager.match(second)
-    assert (first.computed, second.computed) == (2, 4)
-
-
-class FakeSequence:
-    def __init__(self, tokens: list[int]):
-        self.tokens, self.blocks, self.digests, self.keeping = tokens, [], [], []
-        self.computed = self.row = 0
-        self.params = SamplingParams()
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

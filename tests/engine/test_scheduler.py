@@ -31,6 +31,20 @@ def run(scheduler: Scheduler) -> dict[str, int]:
     return {s.seq.request: s.tokens for s in scheduled}
 
 
+def test_the_longest_unused_blocks_are_forgotten_first() -> None:
+    manager = BlockManager(4, 2)
+    for seq in (held := [text("a", 4), text("b", 4)]):
+        assert manager.grow(seq, 4)
+        manager.computed(seq, 4)
+    assert not manager.grow(text("c", 1), 1)
+    for seq in held:
+        manager.release(seq)
+    assert manager.grow(text("c", 1), 1)  # takes the end of the first text
+    for seq in (again := [text("a", 5), text("b", 5)]):
+        manager.match(seq)
+    assert [seq.computed for seq in again] == [2, 4]
+
+
 @pytest.mark.parametrize("blocks", [20, 31])
 def test_preemption_loses_no_more_than_the_blocks_that_were_missing(blocks: int) -> None:
     scheduler = Scheduler(BlockManager(blocks, BLOCK), 4, 64)
