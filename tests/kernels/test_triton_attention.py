@@ -256,15 +256,15 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
             "BATCH": "i32", "pairs": "*i32", "V": "i32", "best": "*i32", "tokens": "*i32",
             "keys": "*i32", "temperature": "*fp32", "least": "*fp32",
-            "largest": "*fp32"}  # fmt: skip
+            "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64}  # fmt: skip
 
 ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
 WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
-NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "HAS_SUMS": True, "WIDE": 4096}
-SILU = PLAIN | {"FUSE": "silu", "LARGEST": 0, "HAS_SUMS": False, "WIDE": 16384}
+NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "WIDE": 4096, "MOST": 0, "most": None}
+SILU = NORM | {"FUSE": "silu", "LARGEST": 0, "WIDE": 16384, "sums": None}
 GREEDILY = {"WIDE": 4096} | dict.fromkeys(("best", "temperature", "least", "keys"))
 KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "model", {"ROWS": 128} | WHOLE, 8),
@@ -293,6 +293,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_combine", "model", {"SPLITS": 32}, 4),
     (90, "_token", "model", NORM, 16),
+    (90, "_token", "model", PLAIN | {"FUSE": "", "LARGEST": 127, "WIDE": 1024, "MOST": 14}, 4),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
     (90, "_largest", "model", {"WIDE": 4096}, 4),
     (80, "_largest", "model", GREEDILY, 4),

@@ -240,6 +240,27 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
         assert torch.equal(total, codes.int().sum(1).int())
 
 
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("two", [None, 2, 5])
+def test_several_programs_quantize_a_token_as_one_does(
+    monkeypatch: pytest.MonkeyPatch, two: int | None, vector: bool
+) -> None:
+    """Of a token's second row as well."""
+    x, gate = torch.randn(2, 5, 1280, generator=torch.Generator().manual_seed(4)).half().to(DEVICE)
+    x[2] = 0
+    more = {"gate": gate, "sums": True, "vector": gate[0] if vector else None}
+    if two is not None:
+        count = torch.tensor([two], dtype=torch.int32, device=DEVICE)
+        more["pairs"] = Pairs(count, 5, 5 + two)
+    want = activations.quantize(x, "int8", **more)
+    monkeypatch.setattr(activations, "WIDEST", 1024)
+    for programs in (64, 1):  # 1: one for each token after it was rotated
+        monkeypatch.setattr(activations, "PROGRAMS", programs)
+        got = activations.quantize(x, "int8", **more)
+        for a, b in zip(got[:3], want[:3], strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(("two", "rows"), [(1, 6), (3, 8), (5, 10), (0, 5), (2, 5)])
 def test_second_rows_are_the_definition(two: int, rows: int) -> None:
     """Also where there are too few rows of codes for the last tokens."""

@@ -17,7 +17,7 @@ from anybit.kernels.backend import Activations
 from anybit.kernels.between import Wanted, rms_norm, seen_by
 from anybit.kernels.reference import quantize_tokens
 from anybit.kernels.triton import activation as kernel
-from anybit.kernels.triton.between import FAMILY, quantizes
+from anybit.kernels.triton.between import FAMILY
 from tests.kernels.compiling import Job, Target, built
 from tests.needs import EVERY_KERNEL
 
@@ -72,17 +72,19 @@ def close(got: Activations, want: Tensor) -> None:
     assert torch.equal(got.sums, got.codes.int().sum(1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("k", [96, 640])
-def test_norms_and_products_leave_rotated_and_quantized(k: int) -> None:
+@pytest.mark.parametrize(("k", "widest"), [(96, 4096), (640, 4096), (640, 512), (1152, 512)])
+def test_norms_and_products_leave_rotated_and_quantized(
+    monkeypatch: pytest.MonkeyPatch, k: int, widest: int
+) -> None:
     """The engine's path on a GPU; elsewhere Triton's interpreter runs the same kernels.
 
     In float16, since the interpreter cuts bfloat16's last bits off.
     """
+    monkeypatch.setattr(kernel, "WIDEST", widest)
     x, delta, weight, vector = (random(*s).half() for s in ((7, k), (7, k), (k,), (k,)))
     wanted = Wanted("int8", vector)
     codes, total = FAMILY.add_norm(x, delta, weight, 1e-5, wanted)
     other = FAMILY.silu_mul(x, delta, wanted)
-    assert not quantizes(random(1, 32768), wanted)
     plain, _ = FAMILY.add_norm(x, delta, weight, 1e-5, Wanted("int8"))
     assert isinstance(codes, Activations)
     assert isinstance(other, Activations)
@@ -110,15 +112,15 @@ def test_products_leave_rotated_alone() -> None:
 
 KINDS = dict.fromkeys(("x", "gate", "other", "weight", "residual"), "*bf16")
 KINDS |= dict.fromkeys(
-    ("K", "X_STRIDE", "OTHER_STRIDE", "UNITS", "ROW", "GATE_STRIDE", "LOW"), "i32"
+    ("K", "X_STRIDE", "OTHER_STRIDE", "UNITS", "ROW", "ROWS", "GATE_STRIDE", "LOW"), "i32"
 )
-KINDS |= {"vector": "*fp16", "scales": "*fp32", "sums": "*i32", "EPS": "fp32"}
+KINDS |= {"vector": "*fp16", "scales": "*fp32", "most": "*fp32", "sums": "*i32", "EPS": "fp32"}
 TARGETS: list[Target] = [("cuda", 80, 32), *[("hip", "gfx942", 64)] * EVERY_KERNEL]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_they_compile_without_a_gpu(compilers: Callable[..., Executor], target: Target) -> None:
-    token = {"LARGEST": 127, "FUSE": "norm", "HAS_SUMS": True, "WIDE": kernel.WIDEST, "SIZE": 128}
+    token = {"LARGEST": 127, "FUSE": "norm", "WIDE": kernel.WIDEST, "SIZE": 128, "MOST": 0}
     alone = {"AFTER": True, "SIZE": 128, "TILE": kernel.BLOCKS}
     for name, out, constants, warps in [
         ("_token", "*i8", token, 16), ("_rotate", "*bf16", alone, 4)

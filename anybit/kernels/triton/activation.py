@@ -6,6 +6,7 @@ rounded to the activations' dtype as it is in separate operations.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +21,9 @@ from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
 BLOCKS = 8  # that a program of one warp rotates; measured on an H200
-WIDEST = 4096  # columns of a token that one program rotates and quantizes: two are faster for more
-COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up without quantizing
+WIDEST = 4096  # columns of a token that one program rotates and quantizes
+COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up, or quantizes a part of a token
+PROGRAMS = 64  # of that kind are faster than one for each token, or four times as many that rotate
 FINER = tl.constexpr(reference.FINER)
 
 
@@ -38,17 +40,18 @@ def _divided(v, scale):
 
 
 @triton.jit
-def _quantize(v, LARGEST: tl.constexpr, CODE: tl.constexpr):
-    """A token's values in fp32 -> (codes, scale)."""
-    scale = tl.max(tl.abs(v), axis=0) / LARGEST
+def _quantize(v, most, LARGEST: tl.constexpr, CODE: tl.constexpr):
+    """A token's values in fp32, and the largest of them -> (codes, scale)."""
+    scale = most / LARGEST
     scale = tl.where(scale == 0, 1.0, scale)
     q = _divided(v, scale)
-    if LARGEST == 127:
-        # 1.5 * 2**23 rounds to the nearest integer, ties to even, as torch.round does.
-        q = q + 12582912.0 - 12582912.0
-        q = tl.minimum(tl.maximum(q, -127.0), 127.0)
-    else:
+    if LARGEST == 448:
         q = q.to(tl.float8e4nv).to(tl.float32)
+    else:
+        # 1.5 * 2**23 rounds to the nearest integer, ties to even, as torch.round does, and the
+        # lowest byte of the sum is that integer.
+        q = tl.minimum(tl.maximum(q, -127.0), 127.0) + 12582912.0
+        q = q.to(tl.int32, bitcast=True) if CODE == tl.int8 else q - 12582912.0
     return q.to(CODE), scale
 
 
@@ -96,13 +99,21 @@ def _transformed(v, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _clear(sums, m, here, ROWS):
+    """Zero in the sums of rows of tokens m, which have two at most."""
+    if sums is not None:
+        tl.store(sums + 2 * m, 0, mask=here & (2 * m < ROWS))
+        tl.store(sums + 2 * m + 1, 0, mask=here & (2 * m + 1 < ROWS))
+
+
+@triton.jit
 def _rotate(
-    x, gate, vector, out, UNITS, ROW, X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr,
-    SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    x, gate, vector, out, most, sums, UNITS, ROW, ROWS, X_STRIDE, GATE_STRIDE,
+    AFTER: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW.
 
-    gate: x is SiLU(gate) * x.
+    gate: x is SiLU(gate) * x. most, sums: as in `_silu_mul`, of blocks.
     """
     launch_next(PDL)
     unit = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
@@ -118,20 +129,25 @@ def _rotate(
     v = v.to(tl.float32)
     v = _transformed(v, SIZE) * scale if AFTER else _transformed(v * scale, SIZE)
     at = unit[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(out + at, v.to(dtype), mask=live)
+    v = v.to(dtype)
+    tl.store(out + at, v, mask=live)
+    if most is not None:
+        tl.store(most + unit, tl.max(tl.abs(v.to(tl.float32)), axis=1), mask=unit < UNITS)
+        _clear(sums, unit // ROW, (unit % ROW == 0) & (unit < UNITS), ROWS)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _token(
-    x, other, weight, vector, out, scales, sums, residual, pairs, K, X_STRIDE, OTHER_STRIDE, EPS,
-    LARGEST: tl.constexpr, FUSE: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
-    SIZE: tl.constexpr, PDL: tl.constexpr,
+    x, other, weight, vector, out, scales, sums, residual, pairs, most, K, X_STRIDE, OTHER_STRIDE,
+    EPS, LARGEST: tl.constexpr, FUSE: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of a token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
 
     SIZE > 0: then rotated, in blocks of that size. LARGEST > 0: quantized to codes, scale and sum;
     0: stored as it is. pairs: how many tokens have two rows of codes, the other for what the first
-    has rounded off; see `backend.Pairs`. residual: gets x + other.
+    has rounded off; see `backend.Pairs`. residual: gets x + other. MOST > 0: WIDE columns of the
+    row, whose largest value is one of MOST of its token, and whose sum is added to that of others.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -140,7 +156,7 @@ def _token(
         two = tl.load(pairs)
         m = row - tl.minimum((row + 1) // 2, two)
         second = (row < 2 * two) & (row % 2 == 1)
-    k = tl.arange(0, WIDE)
+    k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     w = k
     if FUSE == "norm":  # from memory, and of no other kernel's making
         w = tl.load(weight + k, mask=k < K, other=0)
@@ -166,48 +182,84 @@ def _token(
     if LARGEST == 0:
         tl.store(out + m * K + k, v.to(dtype), mask=k < K)
     else:
-        q, scale = _quantize(v, LARGEST, out.dtype.element_ty)
+        if MOST > 0:
+            each = tl.arange(0, triton.next_power_of_2(MOST))
+            largest = tl.max(tl.load(most + m * MOST + each, mask=each < MOST, other=0), axis=0)
+        else:
+            largest = tl.max(tl.abs(v), axis=0)
+        q, scale = _quantize(v, largest, LARGEST, out.dtype.element_ty)
         if pairs is not None:
             rest = (_divided(v, scale) - q.to(tl.float32)) * FINER + 12582912.0 - 12582912.0
             rest = tl.minimum(tl.maximum(rest, -127.0), 127.0).to(out.dtype.element_ty)
             q, scale = tl.where(second, rest, q), tl.where(second, scale / FINER, scale)
         tl.store(out + row * K + k, q, mask=k < K)
-        tl.store(scales + row, scale)
-        if HAS_SUMS:
-            tl.store(sums + row, tl.sum(q.to(tl.int32), axis=0))
+        tl.store(scales + row, scale)  # by all programs of a row, if there are several
+        if sums is not None:
+            total = tl.sum(q.to(tl.int32), axis=0)
+            if MOST > 0:
+                tl.atomic_add(sums + row, total, sem="relaxed")
+            else:
+                tl.store(sums + row, total)
 
 
 @triton.jit
-def _silu_mul(gate, up, out, K, GATE_STRIDE, UP_STRIDE, WIDE: tl.constexpr, PDL: tl.constexpr):
-    """SiLU(gate) * up for WIDE columns of a token."""
+def _silu_mul(
+    gate, up, out, most, sums, K, ROWS, GATE_STRIDE, UP_STRIDE, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """SiLU(gate) * up for WIDE columns of a token.
+
+    most: gets the largest value of them. sums: begins with zero in ROWS rows, as `_token` adds.
+    """
     launch_next(PDL)
     after_previous(PDL)
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     g = tl.load(gate + m * GATE_STRIDE + k, mask=k < K, other=0)
     u = tl.load(up + m * UP_STRIDE + k, mask=k < K, other=0)
-    tl.store(out + m * K + k, _silu(g, u, g.dtype), mask=k < K)
+    y = _silu(g, u, g.dtype)
+    tl.store(out + m * K + k, y, mask=k < K)
+    if most is not None:
+        at = m * tl.num_programs(1) + tl.program_id(1)
+        tl.store(most + at, tl.max(tl.abs(y.to(tl.float32)), axis=0))
+        _clear(sums, m, tl.program_id(1) == 0, ROWS)
 
 
-def rotate(x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None) -> Tensor:
+class Parts(NamedTuple):
+    """What is known of tokens (M, K) that several programs quantize, each a part of one.
+
+    Attributes:
+        most: (M, parts) fp32, the largest value of each; None: one program has a whole token.
+        sums: Of codes, one for each row of them, int32; zero. None: nobody asks for them.
+    """
+
+    most: Tensor | None
+    sums: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return 0 if self.sums is None else len(self.sums)
+
+
+WHOLE = Parts(None, None)
+
+
+def rotate(
+    x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None, parts: Parts = WHOLE
+) -> Tensor:
     """`Family.rotate` of tokens (M, K), or of SiLU(gate) * x."""
     m, k = x.shape
     size, x = block(k), side_by_side(x)
     gate = None if gate is None else side_by_side(gate)
     strides = x.stride(0), 0 if gate is None else gate.stride(0)
     out = torch.empty(m, k, dtype=x.dtype, device=x.device)
-    units = m * (k // size)
+    units, tile = m * (k // size), BLOCKS if parts.most is None else 1
     if units:
-        _rotate[(-(-units // BLOCKS),)](
-            x, gate, vector, out, units, k // size, *strides,
-            AFTER=after, SIZE=size, TILE=BLOCKS, num_warps=1, **overlap(x.device),
+        _rotate[(-(-units // tile),)](
+            x, gate, vector, out, *parts, units, k // size, parts.rows, *strides,
+            AFTER=after, SIZE=size, TILE=tile, num_warps=1, **overlap(x.device),
         )  # fmt: skip
     return out
-
-
-def rotates(k: int) -> bool:
-    """Whether one program rotates tokens of K = k."""
-    return k <= WIDEST
 
 
 def quantize(
@@ -227,15 +279,29 @@ def quantize(
     gate (M, K): SiLU(gate) * x. norm: (delta, weight (K,), epsilon) for RMSNorm(x + delta) *
     weight; the residual is x + delta, or x where delta is None. sums: whether to add up the codes.
     dtype: what holds them: int8, float8_e4m3fn, or x's own, in which they are exact. vector (K,):
-    of a rotation before that, where `rotates(K)`.
+    of a rotation before that.
     """
     m, k = x.shape
     rows = pairs.rows if pairs else m
     out = torch.empty(rows, k, dtype=dtype or CODES[activation], device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = torch.empty(rows if sums else 0, dtype=torch.int32, device=x.device)
-    residual = _launch(x, out, LARGEST[activation], gate, norm, scale, total, vector, pairs)
-    return out, scale, total, residual
+    residual, parts = None, Parts(None, total if sums else None)
+    few = m * -(-k // COLUMNS) <= (PROGRAMS if vector is None else 4 * PROGRAMS)
+    if k > WIDEST and (vector is not None or (gate is not None and few)):
+        if norm is not None:
+            x, residual = add_norm(x, *norm)
+        if few:
+            columns = COLUMNS if vector is None else block(k)
+            most = torch.empty(m, -(-k // columns), dtype=torch.float32, device=x.device)
+            parts = parts._replace(most=most)
+        if vector is not None:
+            x = rotate(x, vector, False, gate, parts)
+        elif gate is not None:
+            x = silu_mul(gate, x, parts)
+        gate = norm = vector = None
+    own = _launch(x, out, LARGEST[activation], gate, norm, scale, vector, pairs, parts)
+    return out, scale, total, own if residual is None else residual
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -244,15 +310,15 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     return out, _launch(x, out, norm=(delta, weight, eps))
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, parts: Parts = WHOLE) -> Tensor:
     """SiLU(gate) * up, both (M, K)."""
     m, k = up.shape
     gate, up = side_by_side(gate), side_by_side(up)
     out = torch.empty(m, k, dtype=up.dtype, device=up.device)
     if m:
         _silu_mul[(m, -(-k // COLUMNS))](
-            gate, up, out, k, gate.stride(0), up.stride(0), WIDE=COLUMNS, num_warps=4,
-            **overlap(up.device),
+            gate, up, out, *parts, k, parts.rows, gate.stride(0), up.stride(0), WIDE=COLUMNS,
+            num_warps=4, **overlap(up.device),
         )  # fmt: skip
     return out
 
@@ -264,9 +330,9 @@ def _launch(
     gate: Tensor | None = None,
     norm: tuple[Tensor | None, Tensor, float] | None = None,
     scale: Tensor | None = None,
-    sums: Tensor | None = None,
     vector: Tensor | None = None,
     pairs: Pairs | None = None,
+    parts: Parts = WHOLE,
 ) -> Tensor:
     """Run `_token`; the residual."""
     m, k = x.shape
@@ -274,17 +340,22 @@ def _launch(
     other = gate if norm is None else delta
     x, other = side_by_side(x), None if other is None else side_by_side(other)
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
-    wide, size = next_power_of_2(k), 0 if vector is None else block(k)
+    count = 0 if parts.most is None else parts.most.shape[1]
+    wide, size = COLUMNS if count else next_power_of_2(k), 0 if vector is None else block(k)
     if m:
-        _token[(len(out),)](
-            x, other, weight, vector, out, scale, sums, residual,
-            None if pairs is None else pairs.count, k, x.stride(0),
+        _token[(len(out), -(-k // wide))](
+            x, other, weight, vector, out, scale, parts.sums, residual,
+            None if pairs is None else pairs.count, parts.most, k, x.stride(0),
             0 if other is None else other.stride(0), eps, LARGEST=largest,
-            FUSE="norm" if norm is not None else "silu" if gate is not None else "",
-            HAS_SUMS=sums is not None and len(sums) > 0, WIDE=wide, SIZE=size,
-            num_warps=max(1, min(32, wide // 256)), **overlap(x.device),
+            FUSE="norm" if norm is not None else "silu" if gate is not None else "", WIDE=wide,
+            SIZE=size, MOST=count, num_warps=warps(wide), **overlap(x.device),
         )  # fmt: skip
     return residual
+
+
+def warps(columns: int) -> int:
+    """Of a program that holds so many columns of a token."""
+    return max(1, min(32, columns // 256))
 
 
 def side_by_side(x: Tensor) -> Tensor:

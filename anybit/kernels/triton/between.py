@@ -16,10 +16,10 @@ class Triton(Family):
         self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
         wanted: Wanted = AS_IT_IS,
     ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
-        if not quantizes(x, wanted):
+        if wanted.activation is None:
             return activation.add_norm(x, delta, weight, eps)
         codes, scale, total, x_sum = activation.quantize(
-            x, wanted.activation or "", norm=(delta, weight, eps),
+            x, wanted.activation, norm=(delta, weight, eps),
             sums=wanted.activation == "int8", vector=wanted.vector, pairs=wanted.pairs,
         )  # fmt: skip
         rotated = wanted.vector is not None
@@ -27,9 +27,9 @@ class Triton(Family):
 
     def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
         kind, vector, rotated, pairs = wanted
-        if quantizes(up, wanted):
+        if kind is not None:
             made = activation.quantize(
-                up, kind or "", gate=gate, sums=kind == "int8", vector=vector, pairs=pairs
+                up, kind, gate=gate, sums=kind == "int8", vector=vector, pairs=pairs
             )
             return Activations(*made[:3], up.dtype, vector is not None, pairs)
         if rotated and vector is not None:
@@ -91,13 +91,6 @@ class Triton(Family):
         return out
 
     paths = staticmethod(viterbi.paths)
-
-
-def quantizes(x: Tensor, wanted: Wanted) -> bool:
-    """Whether the kernel that makes x (T, K) also quantizes it, as it is wanted."""
-    if wanted.activation is None:
-        return False
-    return wanted.vector is None or activation.rotates(x.shape[1])
 
 
 FAMILY = Triton()

@@ -95,7 +95,8 @@ def _spread(
     v = tl.load(x + t * X_STRIDE + k, mask=k < K, other=0)
     scale, total = 1.0, 0
     if LARGEST > 0:
-        v, scale = _quantize(v.to(tl.float32), LARGEST, out.dtype.element_ty)
+        v = v.to(tl.float32)
+        v, scale = _quantize(v, tl.max(tl.abs(v), axis=0), LARGEST, out.dtype.element_ty)
         if HAS_SUMS:
             total = tl.sum(v.to(tl.int32), 0)
     used = tl.load(starts + EXPERTS)
