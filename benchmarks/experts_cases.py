@@ -45,6 +45,7 @@ MODELS = {  # gate and up together, and down
     "Mixtral-8x7B": (ExpertShape(8, 2, 28672, 4096), ExpertShape(8, 2, 4096, 14336)),
     "Qwen3-30B-A3B": (ExpertShape(128, 8, 1536, 2048), ExpertShape(128, 8, 2048, 768)),
     "DeepSeek-V3": (ExpertShape(256, 8, 4096, 7168), ExpertShape(256, 8, 7168, 2048)),
+    "Kimi-K2": (ExpertShape(384, 8, 4096, 7168), ExpertShape(384, 8, 7168, 2048)),
     "GPT-OSS-20B": (ExpertShape(32, 4, 5760, 2880), ExpertShape(32, 4, 2880, 2880)),
 }
 
