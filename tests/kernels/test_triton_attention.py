@@ -254,14 +254,14 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
             "SCALE": "fp32", "EPS": "fp32", "K": "i32", "N": "i32", "X_STRIDE": "i32",
             "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
-            "BATCH": "i32", "pairs": "*i32", "V": "i32", "best": "*i32", "tokens": "*i32",
-            "keys": "*i32", "temperature": "*fp32", "least": "*fp32",
+            "BATCH": "i32", "SPLITS": "i32", "pairs": "*i32", "V": "i32", "best": "*i32",
+            "tokens": "*i32", "keys": "*i32", "temperature": "*fp32", "least": "*fp32",
             "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64}  # fmt: skip
 
 ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
-WHOLE = {"SPLITS": 1, "WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
+WHOLE = {"WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
 NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "WIDE": 4096, "MOST": 0, "most": None}
 SILU = NORM | {"FUSE": "silu", "LARGEST": 0, "WIDE": 16384, "sums": None}
@@ -273,25 +273,25 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend", "int4", {"ROWS": 128} | WHOLE, 8),
     (80, "_write", "static", {"NORM": False, "TOGETHER": 1}, 1),
     (80, "_token", "model", SILU, 32),
-    (90, "_attend", "dynamic", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64}, 4),
+    (90, "_attend", "dynamic", {"ROWS": 32, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),
-    (90, "_attend", "int4", {"ROWS": 32, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0}, 4),
-    (90, "_attend_int8", "dynamic", {"SPLITS": 32, "WINDOW": 64}, 2),
-    (90, "_attend_int8", "int4", {"SPLITS": 32, "WINDOW": 64}, 2),
+    (90, "_attend", "int4", {"ROWS": 32, "WINDOW": 64, "SEQUENCES": 0}, 4),
+    (90, "_attend_int8", "dynamic", {"WINDOW": 64}, 2),
+    (90, "_attend_int8", "int4", {"WINDOW": 64}, 2),
     (90, "_attend", "k8v4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),
     (
         90,
         "_attend",
         "k8v4",
-        {"ROWS": 32, "GROUPS": 2, "SPLITS": 1, "WINDOW": 64, "SEQUENCES": 0},
+        {"ROWS": 32, "GROUPS": 2, "WINDOW": 64, "SEQUENCES": 0},
         4,
     ),
-    (90, "_attend_int8", "k8v4", {"SPLITS": 32, "WINDOW": 64, "GROUPS": 2}, 2),
+    (90, "_attend_int8", "k8v4", {"WINDOW": 64, "GROUPS": 2}, 2),
     (80, "_attend_int8", "k8v4", WHOLE | {"GROUPS": 2}, 2),
     (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 4}, 4),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
-    (90, "_combine", "model", {"SPLITS": 32}, 4),
+    (90, "_combine", "model", {"MOST": 32}, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_token", "model", PLAIN | {"FUSE": "", "LARGEST": 127, "WIDE": 1024, "MOST": 14}, 4),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
@@ -316,7 +316,7 @@ def job(arch: int, name: str, kind: str, more: dict, warps: int) -> Job:
     module = next(m for m in modules if hasattr(m, name))
     arguments = getattr(module, name).arg_names
     kinds = dict.fromkeys(arguments, "*bf16") | POINTERS | {"parts": "*fp32"}
-    if more.get("SPLITS", 1) > 1 and name == "_attend_int8":
+    if "sums" not in more and name == "_attend_int8":
         kinds["out"] = "*fp32"
     for which, own in (("k", k_kind), ("v", v_kind)):
         kinds[f"{which}_cache"] = {"model": "*bf16", "int4": "*u8"}.get(own, "*i8")

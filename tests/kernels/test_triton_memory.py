@@ -76,7 +76,7 @@ def attend(architecture: int, kind: str, dim: int, tile: Tile) -> Job:
     }  # fmt: skip
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK": 16, "WINDOW": 0, "K_KIND": kind,
-        "V_KIND": kind, "SPLITS": 1, "GROUPS": max(1, dim // 128) if kind == "int4" else 1,
+        "V_KIND": kind, "GROUPS": max(1, dim // 128) if kind == "int4" else 1,
         "TOKENS": tile.tokens, "PDL": False,
     } | {name: None for name, type in kinds.items() if type is None}  # fmt: skip
     if not single:

@@ -19,7 +19,15 @@ from torch import Tensor
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton import attention_int8
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap
-from anybit.kernels.triton.attention_int8 import fetch, grid_of, nibbles, of_tokens, pages, sunk
+from anybit.kernels.triton.attention_int8 import (
+    fetch,
+    grid_of,
+    lying,
+    nibbles,
+    of_tokens,
+    pages,
+    sunk,
+)
 from anybit.kernels.triton.cache import kinds, planes
 from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.lang import NO_PTX, settle
@@ -118,14 +126,15 @@ def _attend(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima, sinks,
     TABLE_STRIDE, BATCH, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context.
 
     SEQUENCES: 0 where each sequence has one query. Else tiles are numbered through all BATCH <=
     SEQUENCES sequences, and the last ones, which see most, go first. Programs beyond the last tile
-    do nothing, so the grid depends on no sequence's length.
+    do nothing, so the grid depends on no sequence's length. out: of parts of contexts, in fp32, if
+    there are sums.
     """
     launch_next(PDL)
     K_SIZE: tl.constexpr = D // 2 if K_KIND == "int4" else D
@@ -151,7 +160,7 @@ def _attend(
         if WINDOW > 0:
             begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
             begin = begin // TOKENS * TOKENS
-        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), SPLITS) * TOKENS
+        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), tl.num_programs(2)) * TOKENS
         low = begin + split * each
         high = tl.minimum(low + each, last)
         table = tables + seq.to(tl.int64) * TABLE_STRIDE
@@ -170,7 +179,6 @@ def _attend(
         # Codes become fp16, which holds them and takes fewer instructions than bf16; so the largest
         # of a query and of a tile's V scales are taken out, or fp16 might overflow.
         DTYPE: tl.constexpr = x.dtype if K_KIND == "model" or x.dtype == tl.float32 else tl.float16
-        SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
         unit = tl.full([ROWS], SCALE, tl.float32)
         if K_KIND != "model":
             x32 = x.to(tl.float32)
@@ -185,7 +193,9 @@ def _attend(
         for at in range(low, high, TOKENS):
             t = at + tl.arange(0, TOKENS)
             inside = t < last
-            block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
+            in_blocks = ahead * KV_HEADS + kv_head
+            block = of_tokens(in_blocks * BLOCK, TOKENS)
+            at_v = v_cache + in_blocks.to(tl.int64) * (V_SIZE * BLOCK)
             ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
             row = (block + t % BLOCK).to(tl.int64)
             page = (block // BLOCK).to(tl.int64)
@@ -212,11 +222,7 @@ def _attend(
                 acc = acc * fade[:, None]
                 acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
             else:
-                side = block.to(tl.int64) * V_SIZE + t % BLOCK
-                side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
-                at_v = v_cache + tl.arange(0, V_SIZE)[:, None] * BLOCK + side[None, :]
-                whole = t // SIDE * SIDE < last  # all that lies side by side, and p is 0 past last
-                values = tl.trans(tl.load(at_v, whole[None, :], other=0))
+                values = tl.trans(lying(at_v, at, V_SIZE, BLOCK, TOKENS))  # p is 0 past the last
                 acc = acc * fade[:, None]
                 if V_KIND == "int4":
                     values = _decoded(values, v_scale, page, t, inside, GROUPS, BLOCK, DTYPE)
@@ -232,13 +238,13 @@ def _attend(
             most = new
         if V_KIND == "static":
             acc *= tl.load(v_scale + kv_head * D + d)[None, :]
-        if SPLITS == 1:
+        if sums is None:
             if sinks is not None:
                 total += sunk(sinks, kv_head * GROUP + rows % GROUP, most)
             acc = acc / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + head[:, None] * D + d[None, :], acc, mask=live[:, None])
         else:
-            part = head * SPLITS + split
+            part = head * tl.num_programs(2) + split
             tl.store(out + part[:, None] * D + d[None, :], acc, mask=live[:, None])
             tl.store(sums + part, total, mask=live)
             tl.store(maxima + part, most, mask=live)
@@ -248,22 +254,26 @@ def _attend(
 
 @triton.jit
 def _combine(
-    parts, sums, maxima, sinks, out, HEADS, D: tl.constexpr, SPLITS: tl.constexpr,
+    parts, sums, maxima, sinks, out, HEADS, SPLITS, D: tl.constexpr, MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the sum of its parts, each by its share of the probabilities."""
+    """One head of one token: the sum of its parts, each by its share of the probabilities.
+
+    MOST: parts, the power of two from SPLITS on.
+    """
     launch_next(PDL)
     after_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
-    most = tl.load(maxima + head * SPLITS + s)
+    s, d = tl.arange(0, MOST), tl.arange(0, D)
+    at, there = head * SPLITS + s, s < SPLITS
+    most = tl.load(maxima + at, there, other=float("-inf"))
     base = tl.max(most, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(most - base)
-    total = tl.sum(weight * tl.load(sums + head * SPLITS + s), 0)
+    total = tl.sum(weight * tl.load(sums + at, there, other=0), 0)
     if sinks is not None:
         total += sunk(sinks, head % HEADS, base)
-    part = tl.load(parts + (head * SPLITS + s)[:, None] * D + d[None, :])
+    part = tl.load(parts + at[:, None] * D + d[None, :], there[:, None], other=0)
     acc = tl.sum(part * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
     tl.store(out + head * D + d, acc)
 
@@ -331,12 +341,12 @@ def attend(
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if single:
-        attention_int8._attend_int8[(kv_heads, batch * splits)](
+        attention_int8._attend_int8[(kv_heads, batch, splits)](
             q, *planes(cache), tables, contexts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            SPLITS=splits, TOKENS=tile.tokens, num_warps=tile.warps,
-            num_stages=tile.stages, **kinds(cache), **overlap(q.device),
+            TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **kinds(cache),
+            **overlap(q.device),
         )  # fmt: skip
     else:
         most = batch * -(-group // rows)
@@ -346,14 +356,14 @@ def attend(
             q, *planes(cache), tables, contexts, starts, parts, sums, maxima,
             sinks if splits == 1 else None, tables.stride(0), batch, scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
-            SPLITS=splits, ROWS=rows, TOKENS=tile.tokens,
+            ROWS=rows, TOKENS=tile.tokens,
             SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
             num_warps=tile.warps, num_stages=tile.stages, **kinds(cache), **overlap(q.device),
         )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
-            parts, sums, maxima, sinks, out, heads, D=dim, SPLITS=splits, num_warps=4,
-            **overlap(q.device),
+            parts, sums, maxima, sinks, out, heads, splits, D=dim, MOST=next_power_of_2(splits),
+            num_warps=4, **overlap(q.device),
         )  # fmt: skip
     return out
 

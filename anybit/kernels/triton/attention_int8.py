@@ -91,6 +91,22 @@ def of_tokens(x, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def lying(first, at, PART: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+    """Codes (PART, TOKENS) of V, whose tokens lie side by side, from `at` on.
+
+    first (blocks,): where the first of PART channels begins in each of `pages`. They are read block
+    by block, as they lie in memory: a row of the tile has a few bytes of each block, and threads
+    side by side should ask for whole lines.
+    """
+    SPAN: tl.constexpr = TOKENS // first.shape[0]
+    i = tl.arange(0, PART * SPAN)
+    if SPAN < BLOCK:  # a tile within a block
+        i = i // SPAN * BLOCK + i % SPAN + at % BLOCK
+    x = tl.reshape(tl.load(first[:, None] + i[None, :]), [first.shape[0], PART, SPAN])
+    return tl.reshape(tl.permute(x, [1, 0, 2]), [PART, TOKENS])
+
+
+@triton.jit
 def fetch(
     cache, blocks, at, kv_head, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -153,20 +169,19 @@ def _attend_int8(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, sinks,
     TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one K head of a sequence against a part of its context.
 
     Arguments are those of `attention._attend`; a sequence has one query.
     """
     launch_next(PDL)
-    kv_head = tl.program_id(0)
-    seq, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + seq)
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0) // TOKENS * TOKENS
-    each = tl.cdiv(tl.cdiv(context - begin, TOKENS), SPLITS) * TOKENS
+    each = tl.cdiv(tl.cdiv(context - begin, TOKENS), tl.num_programs(2)) * TOKENS
     low = begin + split * each
     high = tl.minimum(low + each, context)
     table = tables + seq.to(tl.int64) * TABLE_STRIDE
@@ -187,7 +202,6 @@ def _attend_int8(
     after_previous(PDL)
 
     HEADS: tl.constexpr = 4 if GROUP <= 4 else 8
-    SIDE: tl.constexpr = 16 if BLOCK % 16 == 0 else 1  # tokens side by side in a block of V
     d, v_d = tl.arange(0, K_PART), tl.arange(0, V_PART)
     column = tl.arange(0, 2 * HEADS)  # both digits of a head side by side
     first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
@@ -217,7 +231,9 @@ def _attend_int8(
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
         inside = t < context  # K and V are loaded whole: past the context, p is 0
-        block = of_tokens((ahead * KV_HEADS + kv_head) * BLOCK, TOKENS)
+        page = ahead * KV_HEADS + kv_head
+        block = of_tokens(page * BLOCK, TOKENS)
+        at_v = v_cache + page.to(tl.int64) * (V_SIZE * BLOCK)
         ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
         row = block + t % BLOCK
         at_k = k_cache + row.to(tl.int64)[:, None] * K_SIZE + d[None, :]
@@ -260,13 +276,11 @@ def _attend_int8(
         fade = tl.exp2(most - base)
         p = tl.exp2(score - base[None, :])
         total = total * fade[None, :] + p
-        side = block.to(tl.int64) * V_SIZE + t % BLOCK
-        side = tl.max_contiguous(tl.multiple_of(side, SIDE), SIDE)
-        at_v = v_cache + v_d[:, None] * BLOCK + side[None, :]
         if V_KIND == "int4":
             added, added_high, added_lows = (), (), ()
             for g in tl.static_range(GROUPS):
-                codes, codes_high = nibbles(tl.load(at_v + g * (V_PART * BLOCK)))
+                codes = lying(at_v + g * (V_PART * BLOCK), at, V_PART, BLOCK, TOKENS)
+                codes, codes_high = nibbles(codes)
                 weights, weights_high = p * scales[g][:, None], p * scales[GROUPS + g][:, None]
                 added = added + (_add(accs[g], codes, weights, fade),)
                 added_high = added_high + (_add(accs[GROUPS + g], codes_high, weights_high, fade),)
@@ -275,17 +289,18 @@ def _attend_int8(
             accs, lows = added + added_high, added_lows
         else:
             weights = p * 126.0 if V_KIND == "static" else p * scales[0][:, None]  # type: ignore[misc]
-            accs = (_add(accs[0], tl.load(at_v), weights, fade),)  # type: ignore[misc]
+            codes = lying(at_v, at, D, BLOCK, TOKENS)
+            accs = (_add(accs[0], codes, weights, fade),)  # type: ignore[misc]
         most = new
     total = tl.sum(total, 0)
     live = tl.arange(0, HEADS) < GROUP
     to = first + tl.arange(0, HEADS)
-    if SPLITS == 1:
+    if sums is None:
         if sinks is not None:
             total += sunk(sinks, kv_head * GROUP + tl.arange(0, HEADS) % GROUP, most)
         divisor = tl.where(total == 0, 1.0, total)[None, :]
     else:
-        to = to * SPLITS + split
+        to = to * tl.num_programs(2) + split
         divisor = tl.full([1, HEADS], 1.0, tl.float32)
         tl.store(sums + to, total, live)
         tl.store(maxima + to, most, live)
