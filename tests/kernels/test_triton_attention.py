@@ -225,11 +225,20 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
         assert out[0].any()
 
 
-@pytest.mark.parametrize(("programs", "splits"), [(1, 32), (8, 32), (64, 4), (255, 2), (256, 1)])
+@pytest.mark.parametrize(
+    ("kind", "dim", "each"),
+    [("model", 64, 5), ("model", 128, 2), ("model", 512, 1), ("int8", 128, 8), ("int8", 512, 2)],
+)
+def test_bytes_on_their_way_fill_a_multiprocessor(kind: str, dim: int, each: int) -> None:
+    head = (2 * dim if kind == "model" else dim) + 8
+    tile = kernels.tile_of(kind, 16)
+    assert kernels.at_once(tile, head, torch.device("cpu")) == each * 132
+
+
+@pytest.mark.parametrize(("programs", "splits"), [(1, 64), (8, 64), (9, 58), (300, 1), (999, 1)])
 def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
-    assert kernels.choose_splits(programs, 256) == splits
-    assert kernels.choose_splits(programs, 256, 3) == min(splits, 4)
-    assert kernels.choose_splits(programs, 256, 1) == 1
+    assert kernels.choose_splits(programs, 528, 1000) == splits
+    assert kernels.choose_splits(programs, 528, 3) == min(splits, 3)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "reason"), [
@@ -291,7 +300,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 4}, 4),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
     (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
-    (90, "_combine", "model", {"MOST": 32}, 4),
+    (90, "_combine", "model", {"MOST": 32, "WINDOW": 64}, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_token", "model", PLAIN | {"FUSE": "", "LARGEST": 127, "WIDE": 1024, "MOST": 14}, 4),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),
@@ -327,7 +336,7 @@ def job(arch: int, name: str, kind: str, more: dict, warps: int) -> Job:
     constants = SIZES | {"K_KIND": k_kind, "V_KIND": v_kind, "PDL": arch >= 90} | more
     if kind == "model":
         constants |= {"k_scale": None, "v_scale": None}
-    tile = kernels.PROMPT if more.get("ROWS") == 128 else kernels.TILES[k_kind]
+    tile = kernels.tile_of(k_kind, more.get("ROWS", 16))
     if more.get("ROWS") == 128:
         dim, groups = constants["D"], constants["GROUPS"]
         bytes_of = {"model": 2 * dim, "int4": dim // 2}
@@ -380,9 +389,8 @@ def test_the_engine_on_these_kernels(
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(StepGraphs, "reads", True)
-    monkeypatch.setattr(
-        kernels, "PROGRAMS", {1: 16, 4: 16}
-    )  # two splits; every program takes a while here
+    # Two splits; every program takes a while here.
+    monkeypatch.setattr(kernels, "at_once", lambda *_: 16)
     sizes = () if kv == "int4" else (8, 16)  # one reads prompts without a graph
     runner.graphs = StepGraphs(runner.model, runner.states, 4, 4, 16, prompts=sizes)
     assert [o.tokens for o in llm.generate(many, params)] == want

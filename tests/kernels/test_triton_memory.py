@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import plain
 from anybit.kernels.triton import activation, attention
-from anybit.kernels.triton.attention import PROMPT, TILES, Tile
+from anybit.kernels.triton.attention import PROMPT, Tile
 from tests.kernels.compiling import Job, built
 from tests.needs import EVERY_KERNEL
 
@@ -27,8 +27,7 @@ def head_bytes(kind: str, dim: int, size: int = 2) -> int:
 
 
 def tile_of(kind: str, dim: int, rows: int, room: int, size: int = 2) -> Tile:
-    tile = PROMPT if rows == 128 else TILES[kind]
-    given = tile._replace(rows=rows)
+    given = attention.tile_of(kind, rows)._replace(rows=rows)
     return attention.fitted(given, dim, size, head_bytes(kind, dim, size), room)
 
 
@@ -45,9 +44,9 @@ def test_tiles_follow_what_the_gpu_has(kind: str, room: int) -> None:
                 assert tile.tokens >= 32
                 assert tile.rows >= 16
                 if dim <= 128 and size == 2:  # as measured
-                    assert tile == (PROMPT if rows == 128 else TILES[kind])._replace(rows=rows)
+                    assert tile == attention.tile_of(kind, rows)._replace(rows=rows)
     assert tile_of("model", 256, 128, 99 * KB) == Tile(32, 8, 2, 64)
-    assert tile_of("model", 256, 16, 99 * KB) == Tile(32, 4, 3, 16)
+    assert tile_of("model", 256, 16, 99 * KB) == Tile(32, 2, 3, 16)
     assert tile_of("model", 256, 128, 163 * KB) == PROMPT._replace(rows=128)
 
 

@@ -26,19 +26,21 @@ from anybit.kernels.triton.attention_int8 import (
     nibbles,
     of_tokens,
     pages,
+    share,
     sunk,
 )
 from anybit.kernels.triton.cache import kinds, planes
-from anybit.kernels.triton.gpu import shared_memory
+from anybit.kernels.triton.gpu import multiprocessors, shared_memory
 from anybit.kernels.triton.lang import NO_PTX, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
-MOST_SPLITS = 32
+MOST_SPLITS = 64
 MOST_PROMPTS = 64  # sequences of a step with several queries, for which the kernel is compiled once
 LEAST_TOKENS = 32  # what the int8 matrix unit multiplies at a time
 FEW_ROWS, LEAST_ROWS = 32, 16
-# Programs that fill a GPU of 132 multiprocessors, by bytes of a number in the cache.
-PROGRAMS = {1: 512, 2: 256, 4: 256}
+# A multiprocessor reads as fast as it can with so many bytes on their way, or so many warps of
+# programs that wait and multiply by turns. More programs than run at once take longer.
+ON_THEIR_WAY, WARPS = 144 << 10, 16
 
 
 class Tile(NamedTuple):
@@ -54,14 +56,11 @@ class Tile(NamedTuple):
     rows: int = 0
 
 
-# Measured on an H200: one query of 4 heads (of 8 K heads), 1280 tokens, 1 to 256 sequences.
-DECODE = Tile(64, 4, 3)
-DECODE_INT8 = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
-PROMPT = Tile(64, 8, 2)
-DECODE_INT4 = Tile(128, 2, 2)  # as many bytes as in int8; others were not tried
-TILES = {  # by the kind of K
-    "model": DECODE, "static": DECODE_INT8, "dynamic": DECODE_INT8, "int4": DECODE_INT4,
-}  # fmt: skip
+# Measured on an H200: one query of 4 heads (of 8 K heads), 1,280 to 32,768 tokens, 1 to 256
+# sequences.
+DECODE = Tile(32, 2, 4)
+DECODE_CODES = Tile(64, 2, 2)  # at most two warps: Triton 3.9 does not compile it for four
+SEVERAL, PROMPT = Tile(64, 4, 3), Tile(64, 8, 2)
 
 
 @triton.jit
@@ -254,18 +253,20 @@ def _attend(
 
 @triton.jit
 def _combine(
-    parts, sums, maxima, sinks, out, HEADS, SPLITS, D: tl.constexpr, MOST: tl.constexpr,
-    PDL: tl.constexpr,
+    parts, sums, maxima, contexts, sinks, out, HEADS, SPLITS, D: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities.
 
-    MOST: parts, the power of two from SPLITS on.
+    MOST: the power of two from SPLITS on, of which those have parts that had keys.
     """
     launch_next(PDL)
-    after_previous(PDL)
     head = tl.program_id(0).to(tl.int64)
+    context = tl.load(contexts + head // HEADS)
+    begin, each = share(context, SPLITS, WINDOW, TOKENS)
     s, d = tl.arange(0, MOST), tl.arange(0, D)
-    at, there = head * SPLITS + s, s < SPLITS
+    at, there = head * SPLITS + s, begin + s * each < context
+    after_previous(PDL)
     most = tl.load(maxima + at, there, other=float("-inf"))
     base = tl.max(most, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
@@ -315,25 +316,28 @@ def attend(
 
     tables (B, blocks) and contexts (B,): int32, each sequence's blocks, and tokens in them.
     starts (B + 1,) int32: where each sequence's queries begin in T; they are the last tokens of its
-    context. longest: the most queries of one sequence. splits: programs that share a context; by
-    default as many as fill the GPU when every sequence has a single query, else one. sinks
-    (heads,): scores of one more key of each head, whose value is zero.
+    context. longest: the most queries of one sequence. splits: programs that share the context of
+    a single query; by default as many as fill the GPU. sinks (heads,): scores of one more key of
+    each head, whose value is zero.
     """
     _, kv_heads, block, _ = cache.k.shape
     (_, heads, dim), batch = q.shape, len(tables)
     group = heads // kv_heads
-    rows = max(16, min(128, next_power_of_2(longest * group)))
-    tile = tile or (PROMPT if rows == 128 else TILES[cache.kinds[0] or ""])
+    rows = max(LEAST_ROWS, min(128, next_power_of_2(longest * group)))
+    tile = tile or tile_of(cache.kinds[0], rows)
     tile = fitted(
         tile._replace(rows=tile.rows or rows), dim, q.element_size(), head_bytes(cache),
         shared_memory(q.device),
     )  # fmt: skip
     rows = tile.rows
     single = longest == 1 and attention_int8.suits(group, cache)
-    if splits is None:
-        enough = PROGRAMS[cache.k.element_size()]
-        most = -(-len(cache.k) * block // tile.tokens)  # tiles of the longest text that fits
-        splits = choose_splits(batch * kv_heads, enough, most) if longest == 1 else 1
+    if longest > 1:
+        splits = 1
+    elif splits is None:
+        keys = len(cache.k) * block  # of the longest text that fits
+        keys = min(keys, window + tile.tokens) if window else keys
+        enough = at_once(tile, head_bytes(cache), q.device)
+        splits = choose_splits(batch * kv_heads, enough, -(-keys // tile.tokens))
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
     parts, sums, maxima = out, None, None
@@ -362,10 +366,17 @@ def attend(
         )  # fmt: skip
     if splits > 1:
         _combine[(q.shape[0] * heads,)](
-            parts, sums, maxima, sinks, out, heads, splits, D=dim, MOST=next_power_of_2(splits),
-            num_warps=4, **overlap(q.device),
+            parts, sums, maxima, contexts, sinks, out, heads, splits, D=dim, WINDOW=window or 0,
+            TOKENS=tile.tokens, MOST=next_power_of_2(splits), num_warps=4, **overlap(q.device),
         )  # fmt: skip
     return out
+
+
+def tile_of(kind: str | None, rows: int) -> Tile:
+    """The tile for so many queries and a kind of K, on a GPU that has the memory."""
+    if rows > LEAST_ROWS:
+        return PROMPT if rows == 128 else SEVERAL
+    return DECODE if kind == "model" else DECODE_CODES
 
 
 @cache
@@ -408,16 +419,19 @@ def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
     return tile.rows * dim * size + tile.tokens * keys + 1024
 
 
-@cache
-def choose_splits(programs: int, enough: int, tiles: int = MOST_SPLITS) -> int:
-    """The power of two by which so many programs become enough for the GPU.
+def at_once(tile: Tile, head: int, device: torch.device) -> int:
+    """Programs of a single token's attention that a GPU should run at once; see `fitted`."""
+    loads = max(1, tile.stages - 1) * tile.tokens * 2 * head
+    each = max(1, min(ON_THEIR_WAY // loads, WARPS // tile.warps))
+    return multiprocessors(device) * each
+
+
+def choose_splits(programs: int, enough: int, tiles: int) -> int:
+    """Programs that share a context: as many as the GPU runs at once, and no more.
 
     tiles: of keys, at most, for which there need be no more.
     """
-    splits = 1
-    while splits < min(MOST_SPLITS, tiles) and programs * splits < enough:
-        splits *= 2
-    return splits
+    return max(1, min(MOST_SPLITS, tiles, enough // programs))
 
 
 settle(globals())

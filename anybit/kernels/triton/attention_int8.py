@@ -72,6 +72,16 @@ def grid_of(words):
 
 
 @triton.jit
+def share(context, splits, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+    """Where a single token's keys begin, at a whole tile, and how many of them a program takes."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0) // TOKENS * TOKENS
+    tiles = tl.cdiv(context - begin, TOKENS)
+    return begin, tl.maximum(tl.cdiv(tiles, splits), 1) * TOKENS
+
+
+@triton.jit
 def pages(table, at, end, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
     """Blocks of the tokens from `at` on, each once; 0 from `end` on. TOKENS divides `at`.
 
@@ -178,12 +188,12 @@ def _attend_int8(
     launch_next(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + seq)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context - WINDOW, 0) // TOKENS * TOKENS
-    each = tl.cdiv(tl.cdiv(context - begin, TOKENS), tl.num_programs(2)) * TOKENS
+    begin, each = share(context, tl.num_programs(2), WINDOW, TOKENS)
     low = begin + split * each
     high = tl.minimum(low + each, context)
+    if (sums is not None) & (low >= high):
+        after_previous(PDL)
+        return
     table = tables + seq.to(tl.int64) * TABLE_STRIDE
     ahead = pages(table, low, high, BLOCK, TOKENS)
     K_PARTS: tl.constexpr = 2 * GROUPS if K_KIND == "int4" else 1

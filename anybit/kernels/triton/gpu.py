@@ -6,6 +6,15 @@ import torch
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; elsewhere those of an H100."""
+    if device.type != "cuda":
+        return 132
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have: 99 KB on an RTX 3090, 163 on an A100; elsewhere no limit."""
     if device.type != "cuda":
