@@ -186,19 +186,20 @@ def test_no_plan_is_worse_than_one_format_of_its_size() -> None:
         assert got.bits <= uniform.bits * (1 + 1e-12)
 
 
-def test_trellis_codes_and_rotations_are_chosen_among_others() -> None:
-    trellis = "trellis:rotate=k"
-    offered = ("int2:group=32,zero", trellis, "int4:group=32")
+def test_trellis_codes_and_rotations_are_offered_for_few_bits() -> None:
+    looked_up = "trellis:code=look,rotate=kn"
     model, ids = make(), text(24, seed=1)
-    chosen = plan_formats(model, ids, 3.0, candidates=offered, quantizer=anybit.RTN())
-    assert trellis in {option.scheme for option in chosen.chosen}
-    assert chosen.bits <= 3.0
+    chosen = plan_formats(model, ids, 2.9, quantizer=anybit.RTN())
+    assert looked_up in {option.scheme for option in chosen.chosen}
+    assert chosen.bits <= 2.9
     anybit.quantize_(model, chosen.plan)
     fresh = text(24, seed=2)
     assert chosen.loss / 3 < kl(model, fresh, logarithms(make(), fresh)) < chosen.loss * 3
     by_name = {it.budget: it for it in chosen.uniform()}
-    assert by_name[trellis].bits < by_name["int2:group=32,zero"].bits
-    assert by_name[trellis].loss < 0.7 * by_name["int2:group=32,zero"].loss
+    assert by_name[looked_up].bits < by_name["int2:group=32,zero"].bits
+    assert by_name[looked_up].loss < 0.7 * by_name["int2:group=32,zero"].loss
+    more = plan_formats(make(), None, 3.0, quantizer=anybit.RTN())
+    assert looked_up not in {it.budget for it in more.uniform()}
 
 
 def test_gradients_are_those_of_the_fisher_information() -> None:

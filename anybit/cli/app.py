@@ -326,7 +326,6 @@ def plan(
     from anybit.checkpoint.foreign.ready import dense_directory
     from anybit.checkpoint.save_load import load_dense
     from anybit.cli.options import calibration_of
-    from anybit.formats.presets import CANDIDATES
     from anybit.planning.allocate import plan_formats
 
     directory = dense_directory(model)
@@ -340,7 +339,7 @@ def plan(
         load_dense(directory),
         text,
         bits,
-        candidates=chosen_formats or CANDIDATES,
+        candidates=chosen_formats,
         head=None if head == "none" else head,
     )
     typer.echo(chosen.table())

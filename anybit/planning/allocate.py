@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from anybit.core.format import Format
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.formats.presets import CANDIDATES
+from anybit.formats import presets
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import of_all_experts
 from anybit.nn.model import dense_layers, linear_at, quantized_layers, taken_apart
@@ -58,7 +58,7 @@ def plan_formats(
     calibration: Source | Calibration | None,
     bits: float,
     *,
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str] = (),
     quantizer: Quantizer | None = None,
     head: str | None = HEAD,
     show_progress: bool | None = None,
@@ -72,7 +72,8 @@ def plan_formats(
         calibration: Texts, token ids or a file, or a `Calibration` that says more about them. None
             plans by the errors of the weights alone, which predicts much less.
         bits: The budget as stored bits of a weight, on average over the layers, scales included.
-        candidates: Schemes to choose from. A layer that a format cannot store does without it.
+        candidates: Schemes to choose from, those of `presets.candidates` by default. A layer that a
+            format cannot store does without it.
         quantizer: The one that will be used, whose own data is ignored; `Clip()` by default.
         head: The output head's format, which the budget does not count; None keeps it. Embeddings
             that share its weight share its codes.
@@ -92,6 +93,7 @@ def plan_formats(
         raise InvalidInput(
             f"bits={bits:g} is not a budget; an unquantized weight has 16, give fewer"
         )
+    candidates = candidates or presets.candidates(bits)
     with taken_apart(model):
         dense = dense_layers(model)
         names = layers_to_plan(model, dense)

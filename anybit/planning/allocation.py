@@ -93,22 +93,24 @@ class Allocation:
         """The choice and its alternatives, as text."""
         loss = f"{self.measure} x 1000"
         wide = len(loss)
-        lines = [f"{'layers':48} {'format':22} {'bits':>6} {loss}"]
+        schemes = [option.scheme for option in self.chosen] + [scheme for _, scheme in self.heads]
+        long = max(22, *map(len, schemes))
+        lines = [f"{'layers':48} {'format':{long}} {'bits':>6} {loss}"]
         for group, option in zip(self.groups, self.chosen, strict=True):
             first, *others = group.names
             name = first + "".join(f", {other.rpartition('.')[2]}" for other in others)
             lines.append(
-                f"{name:48} {option.scheme:22} {option.bits / group.weights:6.3f} "
+                f"{name:48} {option.scheme:{long}} {option.bits / group.weights:6.3f} "
                 f"{option.loss * 1000:{wide}.4f}"
             )
-        lines += [f"{name:48} {scheme:22} (beside the budget)" for name, scheme in self.heads]
+        lines += [f"{name:48} {scheme:{long}} (beside the budget)" for name, scheme in self.heads]
         lines.append("")
-        lines.append(f"{'whole model, predicted':48} {'':22} {'bits':>6} {loss}")
+        lines.append(f"{'whole model, predicted':48} {'':{long}} {'bits':>6} {loss}")
         for name, it in [
             (f"this plan ({self.budget})", self),
             *((u.budget, u) for u in self.uniform()),
         ]:
-            lines.append(f"{name:48} {'':22} {it.bits:6.3f} {it.loss * 1000:{wide}.3f}")
+            lines.append(f"{name:48} {'':{long}} {it.bits:6.3f} {it.loss * 1000:{wide}.3f}")
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
