@@ -165,6 +165,17 @@ int5:group=64 rtn gptq/mixed
 fp6:group=64 rtn gptq/mixed
 fp:e2m3,group=64 gptq-gradients/mixed,gptq-gradients+tune/mixed
 """
+# The two codes of trellises, on a model of a hub.
+LOOK = """
+trellis:code=look,rotate=kn gptq/mixed
+trellis:bits=3,rotate=kn gptq/mixed
+trellis:bits=3,code=look,rotate=kn gptq/mixed
+trellis:bits=4,rotate=kn gptq/mixed
+trellis:bits=4,code=look,rotate=kn gptq/mixed
+trellis:code=look,rotate=kn gptq-gradients/mixed
+trellis:bits=3,code=look,rotate=kn gptq-gradients/mixed
+trellis:bits=4,code=look,rotate=kn gptq-gradients/mixed
+"""
 # Which six bits.
 SIX = """
 bf16 dense
@@ -191,6 +202,7 @@ KINDS = {
     "light": CORE,  # the first method of each, which a CPU can do
     "trellis": TRELLIS,
     "published": PUBLISHED,
+    "look": LOOK,
     "six": SIX,
     "smoke": SMOKE,
 }
