@@ -234,7 +234,7 @@ def text(samples=40):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may sum statistics in another order")
 def test_calibrated_from_disk_as_in_memory(kind, stored, layout, tmp_path, monkeypatch):
-    plan = {"*": "int4:group=16", names(kind)[1]: "fp5", "*.experts.0.*": None}
+    plan = {"*": "int4:group=16", names(kind)[1]: "trellis:code=look", "*.experts.0.*": None}
     quantizer = GPTQ(text())
     wanted = split(anybit.quantize_(loaded(stored[layout]), plan, quantizer))
     with monkeypatch.context() as patch:

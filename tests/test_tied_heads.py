@@ -21,7 +21,7 @@ from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.quantize import quantize_tensor
 from tests.engine.conftest import random_model
 
-PLAN = {"*": "int4", "lm_head": "int8"}
+PLAN = {"*": "int4", "lm_head": "trellis:bits=4,code=look"}
 TIED = {"tie_word_embeddings": True, "vocab_size": 96}
 
 
@@ -40,12 +40,17 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
         return model(torch.arange(12)[None] * 7).logits
 
 
+def coded(words: torch.Tensor) -> torch.Tensor:
+    """What a head of these weights decodes to."""
+    return quantize_tensor(words, PLAN["lm_head"]).dequantize()
+
+
 def check(model: PreTrainedModel, words: torch.Tensor) -> None:
     """The head has the codes of the embeddings, which are as they were."""
     head = model.get_submodule("lm_head")
     assert isinstance(head, QuantLinear)
     assert torch.equal(model.get_input_embeddings().weight, words)
-    assert torch.equal(head.packed.dequantize(), quantize_tensor(words, "int8").dequantize())
+    assert torch.equal(head.packed.dequantize(), coded(words))
     assert model.config.tie_word_embeddings is False
 
 
@@ -155,7 +160,7 @@ def test_a_stored_head_is_used_whatever_the_flag_says(apart: Path, tmp_path: Pat
         tokens = again.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
         assert generated(tmp_path / name) == tokens[0, 3:].tolist()
     found = anybit.load(tmp_path / "named", dtype=torch.float32).get_submodule("lm_head")
-    assert torch.equal(found.packed.dequantize(), quantize_tensor(head, "int8").dequantize())
+    assert torch.equal(found.packed.dequantize(), coded(head))
     assert generated(apart, PLAN) == generated(tmp_path / "named")
 
 
