@@ -4,28 +4,31 @@
     python benchmarks/in_vllm.py fp6 --check models/pico --ranks 2    # tokens, text: transformers'
 
 A case is bf16, fp8 (vLLM's own), gptq (int4 in groups of 128, through Machete), marlin (the same
-through Marlin), or a scheme of anybit's. Every decoder layer is a copy of the first. README.md says
-what the rows are.
+through Marlin), exl3-2 (EXL3's files of 2 bits, by anybit), or a scheme of anybit's. Every decoder
+layer is a copy of the first. README.md says what the rows are.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from csv_rows import add_rows
-from engine import MODELS, RandomWeights
+from engine import MODELS, RandomWeights, config_of
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from anybit.checkpoint.foreign.exl3 import MULTIPLIERS
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.core.packed import Packed
 from anybit.nn.plan import quantization_config
@@ -35,7 +38,7 @@ GPTQ = {
     "lm_head": False, "damp_percent": 0.01,
 }  # fmt: skip
 NOT_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel"
-PROMPT, OUTPUT, LONGEST = 1024, 128, 2048
+PROMPT, OUTPUT, ALONE = 1024, 128, 2048  # tokens; ALONE: of a prompt that is run by itself
 BLOCK = 8  # steps that are timed together
 CHECKED, WINDOW = 24, 200  # tokens written, and scored at once
 PROMPTS = [[317, 952, 261, 8], [695, 1449, 321, 578, 221], [758, 396, 363, 297, 1129, 8]]
@@ -49,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("case")
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--head", help="a scheme of anybit's for the output head")
     parser.add_argument("--kv", default="auto", help="vLLM's kv_cache_dtype: fp8, ...")
     parser.add_argument("--ranks", type=int, default=1)
@@ -58,6 +62,10 @@ def main() -> None:
     parser.add_argument("--check", type=Path, metavar="MODEL", help="compare tokens and a text's")
     parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
+    parser.add_argument(
+        "--turns", type=Path, metavar="FILE",
+        help="cases that name one file start side by side, and are measured one at a time",
+    )  # fmt: skip
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, help="a CSV file that rows are added to")
     args = parser.parse_args()
@@ -71,12 +79,31 @@ def main() -> None:
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """Write a row for each figure, as they are measured."""
     start = time.perf_counter()
-    path = checkpoint(args, folder)
-    making, batches = time.perf_counter() - start, numbers(args.batches)
-    start = time.perf_counter()
-    llm = engine(args, path, batches)
-    write(args, "make", 0, making, "s")
-    write(args, "startup", 0, time.perf_counter() - start, "s")
+    with taken(args.turns, fcntl.LOCK_SH):
+        path = checkpoint(args, folder)
+        making, batches = time.perf_counter() - start, numbers(args.batches)
+        start = time.perf_counter()
+        llm = engine(args, path, batches)
+        write(args, "make", 0, making, "s")
+        write(args, "startup", 0, time.perf_counter() - start, "s")
+    with taken(args.turns, fcntl.LOCK_EX):
+        measure_steps(llm, args, batches)
+
+
+@contextmanager
+def taken(turns: Path | None, how: int) -> Iterator[None]:
+    """Hold a file: with those who start as well (LOCK_SH), or alone (LOCK_EX)."""
+    if turns is None:
+        yield
+        return
+    with turns.open("a") as file:
+        fcntl.flock(file, how)
+        yield
+        fcntl.flock(file, fcntl.LOCK_UN)  # which processes that were started meanwhile hold too
+
+
+def measure_steps(llm: Any, args: argparse.Namespace, batches: list[int]) -> None:
+    """Prompts and decode steps of a running engine."""
     cache = llm.llm_engine.vllm_config.cache_config
     write(args, "room", 0, cache.num_gpu_blocks * cache.block_size, "tokens of KV")
     for batch in (1, min(8, max(batches))):
@@ -88,6 +115,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         write(args, "prefill", batch, batch * PROMPT / first, "tokens/s")
         write(args, "steady", batch, min(median(each) for each in blocks), "ms/step")
         print("BLOCKS", batch, *(f"{ms:.2f}" for each in blocks for ms in each), flush=True)
+    alone = length(args) - OUTPUT
+    if alone > PROMPT:
+        first = min(run(llm, args, 1, 1, alone)[0] for _ in range(4))
+        write(args, "prefill", 1, alone / first, "tokens/s", alone)
 
 
 def steps_of(ends: list[float]) -> list[float]:
@@ -100,7 +131,9 @@ def steps_of(ends: list[float]) -> list[float]:
     return [(end - start) / BLOCK * 1e3 for start, end in pairs]
 
 
-def run(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> tuple[float, list[float]]:
+def run(
+    llm: Any, args: argparse.Namespace, batch: int, tokens: int, prompt: int = PROMPT
+) -> tuple[float, list[float]]:
     """Seconds of a batch's prompts and this many tokens of each; when each step was over."""
     import vllm
 
@@ -114,7 +147,7 @@ def run(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> tuple[fl
         return outputs
 
     words = MODELS[args.model].vocab_size
-    prompt = min(PROMPT, length(args) - OUTPUT)
+    prompt = min(prompt, length(args) - OUTPUT)
     ids = torch.randint(0, words, (batch, prompt)).tolist()
     params = vllm.SamplingParams(
         temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
@@ -128,15 +161,18 @@ def run(llm: Any, args: argparse.Namespace, batch: int, tokens: int) -> tuple[fl
     return took, ends
 
 
-def write(args: argparse.Namespace, what: str, batch: int, value: float, unit: str) -> None:
+def write(
+    args: argparse.Namespace, what: str, batch: int, value: float, unit: str, context: int = PROMPT
+) -> None:
     import vllm
 
     gpu = torch.cuda.get_device_name() if on_gpu() else "cpu"
     case = args.case + " unfused" * args.unfused + " eager" * args.eager
     case += f" {args.model}" * (args.model != "llama-3-8b")
+    case += f" {args.layers} layers" if args.layers else ""
     row = (
         gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, case,
-        args.head or "bf16", args.kv, args.ranks, what, batch, PROMPT, f"{value:.5g}", unit,
+        args.head or "bf16", args.kv, args.ranks, what, batch, context, f"{value:.5g}", unit,
         vllm.__version__, torch.__version__,
     )  # fmt: skip
     print("ROW", *row[3:12], flush=True)
@@ -237,14 +273,26 @@ def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
     if args.reload:
         overrides = {"anybit": {"formats": {"*": args.case, "lm_head": args.head}}}
         options |= {"quantization": "anybit", "hf_overrides": overrides}
+    if args.case.startswith("exl3"):
+        options["quantization"] = "anybit"
+    if args.turns:  # others have the rest of the memory
+        options["kv_cache_memory_bytes"] = cache_bytes(args, max(batches))
     if args.ranks > 1:
         options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
     return vllm.LLM(
         str(path), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=length(args),
         max_num_seqs=max(batches), max_num_batched_tokens=max(8192, length(args)),
-        kv_cache_dtype=args.kv, gpu_memory_utilization=0.2 if args.check else 0.85,
+        kv_cache_dtype=args.kv, gpu_memory_utilization=0.2 if args.check or args.turns else 0.85,
         enable_prefix_caching=False, seed=0, **options,
     )  # fmt: skip
+
+
+def cache_bytes(args: argparse.Namespace, batch: int) -> int:
+    """Bytes of K and V, in bf16, of a batch in the middle of being written, and some more."""
+    config = config_of(args.model, args.layers)
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    tokens = batch * (min(PROMPT, length(args)) + OUTPUT) + length(args)
+    return 2 * 2 * heads * config.head_dim * (tokens + 16 * (batch + 1))
 
 
 def no_pass() -> Any:
@@ -264,13 +312,14 @@ def numbers(given: str) -> list[int]:
 
 def length(args: argparse.Namespace) -> int:
     config = MODELS[args.model]
-    return 256 if args.check else min(LONGEST, config.max_position_embeddings)
+    return 256 if args.check else min(ALONE + OUTPUT, config.max_position_embeddings)
 
 
 def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
     """A model of random weights; only its configuration for what vLLM fills in by itself."""
-    config, case = MODELS[args.model], "dense" if args.reload else args.case
-    out = folder / name_of(case, args.model, args.head or "")
+    config = config_of(args.model, args.layers)
+    case = "dense" if args.reload else args.case
+    out = folder / name_of(case, args.model, f"{config.num_hidden_layers}", args.head or "")
     if (out / "config.json").exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
@@ -280,6 +329,8 @@ def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
         plan = {"*": case, "lm_head": args.head}
         if case in ("gptq", "marlin"):
             settings["quantization_config"] = GPTQ
+        elif case.startswith("exl3"):
+            settings["quantization_config"] = {"quant_method": "exl3", "bits": float(bits_of(case))}
         elif case != "dense":
             settings["quantization_config"] = quantization_config(plan)
         save(config, dict(layer(config, case)), dict(outside(config, args.head)), out)
@@ -305,7 +356,8 @@ def layer(config: LlamaConfig, case: str) -> Iterator[tuple[str, Tensor]]:
         if case == "dense":
             tensors = {"weight": random(n, k)}
         else:
-            tensors = gptq(n, k) if case in ("gptq", "marlin") else quantized(n, k, case)
+            make = exl3 if case.startswith("exl3") else quantized
+            tensors = gptq(n, k) if case in ("gptq", "marlin") else make(n, k, case)
         yield from ((f"{name}.{key}", tensor) for key, tensor in tensors.items())
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield f"{name}.weight", torch.ones(h, dtype=torch.bfloat16)
@@ -340,6 +392,22 @@ def gptq(n: int, k: int) -> dict[str, Tensor]:
         "scales": (torch.rand(k // group, n) * 0.002 + 0.004).half(),
         "g_idx": (torch.arange(k) // group).int(),
     }
+
+
+def exl3(n: int, k: int, case: str) -> dict[str, Tensor]:
+    """A layer as EXL3 stores it."""
+    words = torch.randint(-(2**31), 2**31, (k // 16, n // 16, 8 * bits_of(case)), dtype=torch.int64)
+    signs = {"suh": k, "svh": n}
+    return {
+        "trellis": words.int().view(torch.int16),
+        "mcg": torch.tensor(MULTIPLIERS["mcg"] - 2**32, dtype=torch.int32),
+        **{key: (torch.randint(0, 2, (size,)) - 0.5).half() / 4 for key, size in signs.items()},
+    }
+
+
+def bits_of(case: str) -> int:
+    """Of a weight: exl3-2 has 2."""
+    return int(case.rpartition("-")[2])
 
 
 def save(config: LlamaConfig, one: dict[str, Tensor], rest: dict[str, Tensor], out: Path) -> None:

@@ -99,7 +99,9 @@ class Vllm:
         import in_vllm
         import vllm
 
-        named = argparse.Namespace(case=args.case, model=MODEL, head=None, reload=False)
+        named = argparse.Namespace(
+            case=args.case, model=MODEL, layers=None, head=None, reload=False
+        )
         path = in_vllm.checkpoint(named, Path(tempfile.mkdtemp()))
         more: dict[str, Any] = {"load_format": "dummy"} if args.case in ("bf16", "fp8") else {}
         more |= {"quantization": "fp8"} if args.case == "fp8" else {}
