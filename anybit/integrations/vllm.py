@@ -9,6 +9,7 @@ vLLM's own methods: `vllm_linear.py` loads linear layers, `vllm_moe.py` experts,
 those of other tools, and `vllm_products.py` multiplies.
 """
 
+import inspect
 import math
 import re
 from contextlib import nullcontext, suppress
@@ -36,6 +37,7 @@ from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.safetensors import Stored as StoredTensor
 from anybit.integrations.vllm_foreign import Source, directory_of, in_files, planned
+from anybit.integrations.vllm_names import block_and_last, merged_in, renamed, transformers_class
 from anybit.kernels.registry import BACKENDS
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import split
@@ -99,6 +101,9 @@ class AnybitConfig(QuantizationConfig):
         self.alike: dict[str, dict[str, list[str]]] = {}  # names, by block and by their last part
         self.block = ""  # that vLLM is building
         self.taken: dict[str, str] = {}  # layers -> what vLLM calls the layer that holds them
+        self.renamings: list[Any] = []  # of transformers, from names in files to those of its model
+        self.renamed: dict[str, str] = {}  # transformers' names of layers -> vLLM's
+        self.moved: dict[str, str] = {}  # how names begin -> how they do in vLLM's model
 
     @classmethod
     def get_name(cls) -> str:
@@ -212,6 +217,7 @@ class AnybitConfig(QuantizationConfig):
             with bounded(model_name, list(shapes.values()), nbytes):
                 own = empty_model(model_name, kind, config)
         if own is not None:
+            self.renamings = Names(own).renamings
             self._look_up(own, config, shapes)
             if shapes:
                 weights = (f"{layer}.weight" for layer in self.coded)
@@ -248,18 +254,34 @@ class AnybitConfig(QuantizationConfig):
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the names that the model gives to the checkpoint's layers."""
-        known, self.names, self.alike = self.names, {}, {}
+        known, self.names, self.alike, self.renamed = self.names, {}, {}, {}
         for ours, theirs in known.items():  # a mapper may look for `lm_head.`, with its dot
             if weight := hf_to_vllm_mapper.map_name(f"{ours}.weight"):
                 self.names[weight.removesuffix(".weight")] = theirs
 
     def get_checkpoint_weight_mapper(self) -> Any:
-        """Names planes and scales of experts as their weights, which all of vLLM's models find."""
+        """How names are changed when they are read; vLLM asks when all layers are built.
+
+        Planes and scales of experts are called as their weights, which all of vLLM's models find.
+        """
         from vllm.model_executor.models.utils import WeightsMapper
 
+        from anybit.integrations.vllm_linear import take_over
+
+        frame = inspect.currentframe()  # vLLM gives no method the model
+        loader = frame.f_back.f_locals.get("self") if frame and frame.f_back else None
+        model = getattr(loader, "module", None)
+        if isinstance(model, nn.Module) and self.coded:
+            for merged, parts in merged_in(model).items():
+                self.packed_modules_mapping.setdefault(merged, parts)
+            take_over(model, self.method_at)
         if self.source is not None:
-            return super().get_checkpoint_weight_mapper()
-        return WeightsMapper(orig_to_new_regex={EXPERTS: r"\1weight_\2"})
+            return super().get_checkpoint_weight_mapper() | WeightsMapper(
+                orig_to_new_prefix=self.moved
+            )
+        return WeightsMapper(
+            orig_to_new_regex={EXPERTS: r"\1weight_\2"}, orig_to_new_prefix=self.moved
+        )
 
     def scheme(self, prefix: str) -> str | None:
         """The scheme of a layer, by vLLM's name of it; None for one that is not quantized."""
@@ -303,6 +325,11 @@ class AnybitConfig(QuantizationConfig):
 
             return Tied([prefix], [None], [], self.backend)
         self.check_claimed(prefix)
+        method = self.linear_method(prefix)
+        return UnquantizedLinearMethod() if not method and isinstance(layer, LinearBase) else method
+
+    def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear layer; None: no part of it is quantized."""
         from anybit.integrations import vllm_fusion
         from anybit.integrations.vllm_linear import OnLoad, Stored
 
@@ -315,7 +342,15 @@ class AnybitConfig(QuantizationConfig):
             return Stored(names, schemes, rows, self.backend, self.layers_of_others(), original)
         if any(schemes):
             return OnLoad(names, schemes, rows, self.backend, self.tied)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        return None
+
+    def method_at(self, path: str) -> QuantizeMethodBase | None:
+        """The method of a linear layer by its path in vLLM's model; None: it is in no codes."""
+        parent, dot, last = path.rpartition(".")
+        packed = self.packed_modules_mapping.get(last, [])
+        parts = [path, *(parent + dot + part for part in packed)]
+        coded = any(self.names.get(self.renamed_to(part)) in self.coded for part in parts)
+        return self.linear_method(path) if coded else None
 
     def embedding_method(self, prefix: str, rows: int) -> QuantizeMethodBase | None:
         """The method of an embedding, which some of vLLM's models build without its name.
@@ -379,12 +414,17 @@ class AnybitConfig(QuantizationConfig):
     def place(self, name: str, prefix: str) -> str:
         """The name under which vLLM finds a layer's tensors.
 
+        The files may have another of the names that transformers takes for the same layer. Then all
+        names that begin so are renamed when they are read.
+
         Some models build a layer under another path than the one where they keep it, or even
         under another number (Mamba's mixers). It is then the only layer of its name in the block,
         or else in the block that is being built, and no other layer holds it.
         """
-        found = name
-        if name not in self.names:
+        found = self.renamed_to(name)
+        if found in self.names and found != name:
+            self.move(found, name)
+        elif name not in self.names:
             if not self.alike:
                 for known in self.names:
                     block, last = block_and_last(known)
@@ -403,31 +443,23 @@ class AnybitConfig(QuantizationConfig):
         self.block = block_and_last(found)[0]
         return found
 
+    def renamed_to(self, name: str) -> str:
+        """The layer of the checkpoint, by vLLM's name, that transformers takes a name for."""
+        if name in self.names or not self.renamings:
+            return name
+        if not self.renamed:
+            self.renamed = {renamed(known, self.renamings): known for known in self.names}
+        return self.renamed.get(renamed(name, self.renamings), name)
 
-def block_and_last(name: str) -> tuple[str, str]:
-    """A layer's block, up to the last number of its name, and the last part of the name."""
-    parts = name.split(".")
-    ends = [at for at, part in enumerate(parts[:-1], 1) if part.isdigit()]
-    return ".".join(parts[: ends[-1]]) if ends else "", parts[-1]
-
-
-def transformers_class(config: Any, architectures: list[str] | None, model_name: str) -> Any:
-    """The class of transformers for a checkpoint, whose modules say what a linear layer is.
-
-    architectures: names of classes; None for the configuration's.
-
-    Raises:
-        InvalidInput: transformers has none.
-    """
-    import transformers
-
-    names = architectures or getattr(config, "architectures", None) or ()
-    for name in names:
-        kind = getattr(transformers, name, None)
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-            return kind
-    raise InvalidInput(
-        f"{model_name}: transformers {transformers.__version__} has no class "
-        f"{', '.join(names) or 'for an unnamed architecture'}, which would "
-        "say what layers can be quantized; use a checkpoint that is quantized already"
-    )
+    def move(self, name: str, there: str) -> None:
+        """Have tensors whose names begin as this layer's go where vLLM's model has them."""
+        old, new = name.split("."), there.split(".")
+        while old[1:] and new[1:] and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        start, end = ".".join(old) + ".", ".".join(new) + "."
+        if end.startswith(start) and any(known.startswith(end) for known in self.names):
+            raise Unsupported(
+                f"{name}: vLLM's model calls it {there}, as other layers of the checkpoint are "
+                "called; run the model in anybit.LLM"
+            )
+        self.moved[start] = end

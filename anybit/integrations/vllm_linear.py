@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
+    LinearBase,
     LinearMethodBase,
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
 
 from anybit.core.packed import WHOLE
@@ -242,6 +244,46 @@ class OnLoad(AnybitLinearMethod):
             refill(layer.parts, weights, self.names[0])
         else:
             self.finish(layer, weights)
+
+
+def take_over(model: nn.Module, method_of: Callable[[str], Any]) -> None:
+    """Give codes to layers that vLLM built unquantized: in projectors, and some towers.
+
+    Some of its models do not tell these of a quantization, or what their merged layers are made of.
+
+    method_of: finds a layer's method by its path.
+    """
+    for path, layer in [*model.named_modules()]:
+        plain = type(layer) is nn.Linear
+        if not plain and not is_unquantized(layer):
+            continue
+        method: Any = method_of(path)
+        if not isinstance(method, Stored):
+            continue
+        rows, columns = layer.weight.shape
+        sizes, n, k, loader = [rows], rows, columns, default_weight_loader
+        if not plain:
+            sizes, n, k = layer.output_partition_sizes, layer.output_size, layer.input_size
+            loader = getattr(layer, "weight_loader_v2", layer.weight_loader)
+        layer.params_dtype, layer.quant_method = layer.weight.dtype, method
+        del layer.weight
+        method.create_weights(layer, columns, sizes, k, n, layer.params_dtype, weight_loader=loader)
+        if plain:
+            layer.forward = partial(forward, layer)
+        else:
+            layer.update_param_tp_status()
+
+
+def is_unquantized(layer: Any) -> bool:
+    """Whether a layer is one of vLLM's own kinds, and has no method of anybit's."""
+    own = isinstance(layer, LinearBase) and type(layer).__module__ == LinearBase.__module__
+    return own and not isinstance(layer.quant_method, AnybitLinearMethod)
+
+
+def forward(layer: Any, x: Tensor) -> Tensor:
+    """What `nn.Linear` does, by the layer's method."""
+    out: Tensor = layer.quant_method.apply(layer, x, layer.bias)
+    return out
 
 
 class Empty(BasevLLMParameter):

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 import vllm
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
 
 PICO = Path(__file__).parents[2] / "models" / "pico"
 TOKENS = 24
@@ -44,6 +51,20 @@ def engine(path, eager=True, **options):
     finally:
         del llm
         gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def model_of(path, tmp_path):
+    """vLLM's model in fp32, without an engine."""
+    given = EngineArgs(str(path), dtype="float32", max_model_len=128, skip_tokenizer_init=True)
+    config = given.create_engine_config()
+    try:
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{tmp_path}/ranks", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            yield get_model(vllm_config=config)
+    finally:
         cleanup_dist_env_and_memory()
 
 

@@ -6,30 +6,40 @@ import pytest
 import torch
 import vllm
 from PIL import Image
+from torch import nn
 from torch.nn.functional import normalize
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
     FalconH1Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    LlavaOnevisionConfig,
     OPTConfig,
+    PaliGemmaConfig,
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2Config,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3Model,
     Qwen3NextConfig,
+    SiglipVisionConfig,
 )
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
@@ -43,6 +53,7 @@ from tests.integrations.generate import (
     by_vllm,
     engine,
     judge,
+    model_of,
 )
 from tests.integrations.test_vllm_engine import quantized_and_decoded
 
@@ -164,6 +175,50 @@ def test_pictures(tmp_path):
         sampling = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS)
         output = llm.generate([prompt], sampling, use_tqdm=False)[0]
     assert list(output.outputs[0].token_ids) == wanted
+
+
+TEXT = SIZES | END | {"intermediate_size": 192, "head_dim": 32}
+TOWER = SiglipVisionConfig(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+    image_size=56, patch_size=14,
+)  # fmt: skip
+TOWERS = {
+    # In the files, its layers lack a part of vLLM's names.
+    "gemma3": Gemma3Config(
+        text_config=Gemma3TextConfig(**TEXT), vision_config=TOWER, mm_tokens_per_image=4
+    ),
+    # vLLM does not know what its merged layers are made of, and has plain layers behind it.
+    "llava_onevision": LlavaOnevisionConfig(
+        text_config=Qwen2Config(**TEXT), vision_config=TOWER, image_grid_pinpoints=[[56, 56]]
+    ),
+    "paligemma": PaliGemmaConfig(
+        text_config=GemmaConfig(**TEXT), vision_config=TOWER, projection_dim=128, hidden_size=128
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["paligemma", *(pytest.param(n, marks=needs_torchvision) for n in TOWERS if n != "paligemma")],
+)
+def test_towers(tmp_path, monkeypatch, name):
+    """All layers are in codes; a tower and what follows it give transformers' numbers."""
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # of GPUs alone
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(TOWERS[name]).save_pretrained(tmp_path / "source")
+    AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "source")
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", "int8")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    x = torch.randn(1, 16, 64)  # a patch of 14 x 14 pixels each
+    with torch.no_grad(), model_of(tmp_path / "out", tmp_path) as own:
+        wanted = model.model.vision_tower.encoder(x).last_hidden_state
+        got = own.vision_tower.vision_model.encoder(x, False)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+        after = model.model.multi_modal_projector(wanted)
+        torch.testing.assert_close(own.multi_modal_projector(wanted), after, rtol=0, atol=1e-4)
+        methods = [getattr(m, "quant_method", m) for m in own.modules()]
+    dense = [m for m in methods if isinstance(m, nn.Linear | UnquantizedLinearMethod)]
+    assert not dense
 
 
 @pytest.mark.parametrize("stored", [True, False])
