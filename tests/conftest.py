@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ def pytest_configure() -> None:
     needs.check_compilers()
 
 
-# The longest file takes a third; those who try every kernel, or a GPU, have time.
-CPU_SECONDS = 90.0 if DEVICE == "cpu" and not needs.EVERY_KERNEL else float("inf")
+# The longest file takes a third; those who try every kernel, a GPU, or vLLM have time.
+LONG = needs.EVERY_KERNEL or DEVICE != "cpu" or find_spec("vllm") is not None
+CPU_SECONDS = float("inf") if LONG else 90.0
 spent: Counter[Path] = Counter()
 
 
