@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batches", default="1,16,64,128,256")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor in graphs")
+    parser.add_argument("--graphs", default="", help="prompts of these tokens in graphs, as well")
     parser.add_argument("--unfused", action="store_true", help="without anybit's pass over graphs")
     parser.add_argument("--check", type=Path, metavar="MODEL", help="compare tokens and a text's")
     parser.add_argument("--reload", action="store_true", help="quantize dense weights, and anew")
@@ -168,6 +169,7 @@ def write(
 
     gpu = torch.cuda.get_device_name() if on_gpu() else "cpu"
     case = args.case + " unfused" * args.unfused + " eager" * args.eager
+    case += f" graphs {args.graphs}" if args.graphs else ""
     case += f" {args.model}" * (args.model != "llama-3-8b")
     case += f" {args.layers} layers" if args.layers else ""
     row = (
@@ -260,6 +262,7 @@ def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
     import vllm
 
     sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max(batches)})
+    sizes += numbers(args.graphs) if args.graphs else []
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
     options: dict[str, Any] = {"compilation_config": compilation}
     if args.unfused:
