@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import huggingface_hub
+import torch
 from torch import Tensor
 
 from anybit.checkpoint.foreign.convert import Conversion, opened, plan_conversion
@@ -76,8 +77,12 @@ class Source:
                 )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What a layer becomes: tensors by the names that they have in ours."""
-        return planned(self.directory).tensors(self.names[name])
+        """What a layer becomes: tensors by the names that they have in ours, in the host's memory.
+
+        vLLM reads a model with its GPU as torch's default, and converters read files.
+        """
+        with torch.device("cpu"):
+            return planned(self.directory).tensors(self.names[name])
 
     def _keys(self, layer: str) -> list[str]:
         tensors = planned(self.directory).layers[layer].tensors

@@ -190,7 +190,7 @@ class Needs(NamedTuple):
     """What makes a layer's kernels be there for any number of tokens.
 
     Attributes:
-        calls: Each compiles a kernel that it may launch, if it is missing.
+        calls: Each loads a kernel that it may launch, compiled first if it is missing.
         tokens: Numbers with which it launches each of the others at least once.
     """
 

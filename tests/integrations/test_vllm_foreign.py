@@ -13,6 +13,7 @@ from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import Unsupported
+from anybit.integrations.vllm_foreign import Source, planned
 from anybit.nn.model import dequantize_
 from tests.foreign.make import FIXTURES
 from tests.foreign.test_exl3 import tensors_of
@@ -46,7 +47,9 @@ def test_checkpoint(name, tmp_path):
     assert by_vllm(source, PROMPTS, **options) == wanted
 
 
-def test_trellis_codes_of_exllamav3(tmp_path):
+@pytest.fixture
+def exl3(tmp_path):
+    """A Llama with random codes as EXL3 stores them."""
     source = tmp_path / "source"
     config = LlamaConfig(
         **SIZES | {"num_key_value_heads": 4}, intermediate_size=256, eos_token_id=None
@@ -60,8 +63,22 @@ def test_trellis_codes_of_exllamav3(tmp_path):
     settings = json.loads((source / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "exl3", "bits": 2.5, "head_bits": 16}
     (source / "config.json").write_text(json.dumps(settings))
-    convert_checkpoint(source, tmp_path / "out")
-    assert by_vllm(source, quantization="anybit") == by_transformers(tmp_path / "out")
+    return source
+
+
+def test_trellis_codes_of_exllamav3(tmp_path, exl3):
+    convert_checkpoint(exl3, tmp_path / "out")
+    assert by_vllm(exl3, quantization="anybit") == by_transformers(tmp_path / "out")
+
+
+def test_files_are_read_in_the_hosts_memory(exl3):
+    """vLLM's GPU is torch's default device meanwhile; another one stands for it."""
+    for directory in (exl3, *(path for path in FIXTURES.iterdir() if "bnb" not in path.name)):
+        layers = planned(directory).layers
+        source = Source(directory, dict.fromkeys(layers), {name: name for name in layers})
+        with torch.device("meta"):
+            found = source.tensors(min(layers))
+        assert {tensor.device.type for tensor in found.values()} == {"cpu"}
 
 
 def test_experts(tmp_path, mixtral):

@@ -23,7 +23,7 @@ from anybit.kernels.backend import (
     refuse_dtype,
     refuse_vendor,
 )
-from anybit.kernels.cute.jit import built
+from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES
 from anybit.kernels.hopper import codebook_linear, scalar_linear
 
@@ -75,7 +75,7 @@ def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
         if getattr(kernel, "grouped", experts) == experts
         and getattr(kernel, "output", None) not in others
     ]
-    return Needs([partial(built, kernel) for kernel in kernels])
+    return Needs([partial(loaded, kernel, layer.device.index) for kernel in kernels])
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:

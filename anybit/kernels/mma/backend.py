@@ -22,7 +22,8 @@ from anybit.kernels.backend import (
     refuse_vendor,
 )
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.jit import built, missing_kernels
+from anybit.kernels.cute.jit import missing_kernels
+from anybit.kernels.cute.launch import loaded
 from anybit.kernels.mma import codebook_linear as codebooks
 from anybit.kernels.mma import linear as products
 from anybit.kernels.mma import selftest
@@ -77,7 +78,7 @@ def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
     """See `backend.Compiled`."""
     assert layer.dtype is not None
     kernels = selftest.kernels_of(layer, layer.dtype, gpu_of(layer.device), experts)
-    return Needs([partial(built, kernel) for kernel in kernels])
+    return Needs([partial(loaded, kernel, layer.device.index) for kernel in kernels])
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
