@@ -177,18 +177,27 @@ ENGINES = {  # quantization and head in the CSV: name
     ("int4:group=128", "bf16"): "anybit int4 g128",
     ("liquid@int8", "bf16"): "anybit liquid@int8",
     ("liquid@int8", "int8@int8"): "anybit liquid@int8, int8 head",
-    ("codebook:m=1,v=4,group=128", "bf16"): "anybit " + short("codebook:m=1,v=4,group=128"),
-}
+    **{
+        (scheme, "bf16"): f"anybit {short(scheme)}"
+        for scheme in (
+            "q4_k", "mxfp4", "codebook:m=1,v=4,group=128", "trellis", "trellis:code=look@int8",
+            "trellis:code=look,rotate=kn@int8",
+        )
+    },
+    ("exl3-2", "bf16"): "anybit, EXL3's files, 2 bits",
+    ("exl3-4", "bf16"): "anybit, EXL3's files, 4 bits",
+}  # fmt: skip
 VLLM_COLUMNS = [("auto", 1), ("auto", 16), ("auto", 64), ("fp8", 64), ("fp8", 256)]
 Figures = dict[tuple[str, int], tuple[float, bool]]  # of a KV cache and batch; in the last run
 
 
-def vllm_rows(what: str) -> dict[tuple[str, str], Figures]:
+def vllm_rows(what: str, context: str = "1024") -> dict[tuple[str, str], Figures]:
     """A figure of cases on one GPU, by quantization and head: the last run's, its best if twice."""
     same = {("decode", "1"): "steady"}  # of one sequence, all steps but the first
     rows = [
         r for r in read("h200_vllm")
-        if r["ranks"] == "1" and same.get((r["what"], r["batch"]), r["what"]) == what
+        if r["ranks"] == "1" and r["context"] == context
+        and same.get((r["what"], r["batch"]), r["what"]) == what
     ]  # fmt: skip
     found: dict[tuple[str, str], Figures] = defaultdict(dict)
     for r in rows:
@@ -202,17 +211,18 @@ def vllm_rows(what: str) -> dict[tuple[str, str], Figures]:
 
 def vllm() -> str:
     """Milliseconds of a decode step and prefill speed inside vLLM; a star: of an earlier run."""
-    found, prefill = vllm_rows("steady"), vllm_rows("prefill")
+    found, prefill, alone = vllm_rows("steady"), vllm_rows("prefill"), vllm_rows("prefill", "2048")
     out = []
     for key, name in ENGINES.items():
         values = [found[key].get(column) for column in VLLM_COLUMNS]
         if any(values):
             row = [milliseconds(v[0]) + "*" * (not v[1]) if v else "" for v in values]
-            prompt = prefill[key].get(("auto", 64))
-            tokens = f"{prompt[0]:,.0f}" + "*" * (not prompt[1]) if prompt else ""
-            out.append([name, *row, tokens])
+            one, many = alone[key].get(("auto", 1)), prefill[key].get(("auto", 64))
+            row.append(milliseconds(2048e3 / one[0]) + "*" * (not one[1]) if one else "")
+            row.append(f"{many[0]:,.0f}" + "*" * (not many[1]) if many else "")
+            out.append([name, *row])
     titles = ["", *(f"{batch}{', FP8 KV' * (kv != 'auto')}" for kv, batch in VLLM_COLUMNS)]
-    return markdown([*titles, "prefill, tokens/s"], out if found else [])
+    return markdown([*titles, "one prompt", "prefill, tokens/s"], out if found else [])
 
 
 def milliseconds(value: float) -> str:
