@@ -187,15 +187,15 @@ def test_weights_are_copied_for_many_tokens() -> None:
         return choices.choose(decoder_of(spec, operand), m, n, k).copy
 
     counts = (1, 64, 256, 4096)
-    assert [copies("trellis:bits=4", "float16", m) for m in counts] == [*[False] * 3, True]
+    assert [copies("trellis:bits=3", "float16", m) for m in counts] == [*[False] * 3, True]
     assert not any(copies("fp6", "float16", m) for m in counts)
-    assert not any(copies("trellis:bits=4", "float16", m, 256, 512) for m in counts)  # two launches
+    assert not any(copies("trellis:bits=3", "float16", m, 256, 512) for m in counts)  # two launches
     assert choices.decoded_rows(4096) * 4096 * 2 == choices.DECODED
     assert choices.decoded_rows(1 << 24) == 128
     whole = choices.choose(decoder_of("trellis", "int8"), 4096, 28672, 4096)
     assert whole.copy
     assert Kernel(choices.BYTES, whole.parts[0].tile, "float16") in built("trellis@int8")
-    trellis = get_format("trellis:bits=4")
+    trellis = get_format("trellis:bits=3")
     way = scalar_linear.chosen(trellis, None, HALF, 4096, 28672, 4096, HALF, CUDA, None, 0)
     assert way == Way(copy=way.copy)
     assert way.copy in built(trellis.spec)

@@ -50,7 +50,7 @@ CASES = [
     ("sparse@int8", HALF, Tile(8, ctas=2), (8, 128, 384)),
     ("trellis@int8", BRAIN, Tile(128, stages=2), (9, 144, 256)),
     ("trellis:code=look@int8", BRAIN, Tile(16, ctas=2, split=2), (11, 144, 256)),
-    ("trellis:bits=3,code=look", HALF, Tile(16, ctas=2), (11, 144, 128)),
+    ("trellis:bits=3,code=look", HALF, Tile(16, stages=4, columns=64, late=True), (20, 144, 384)),
 ]
 if EVERY_KERNEL:
     CASES += [

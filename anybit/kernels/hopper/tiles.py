@@ -48,9 +48,9 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
     shares = [Tile(16, ctas=2), Tile(32, ctas=2), Tile(64), Tile(128, late=True)]
     if slow(decoder):
         small = {32: (1, 4, 6), 64: (1, 2)} | ({16: (1, 6)} if decoder.slot == 8 else {})
-        large = [Tile(128, late=True), Tile(128, split=2), Tile(256, late=True)]
-        large += [Tile(256, split=2)] * (decoder.slot == 16)
-        shares = [*shares[decoder.slot == 16 :], Tile(256, late=True)]
+        large = [Tile(128, late=True), Tile(128, split=2), wide(decoder)]
+        large += [replace(wide(decoder), split=2, late=False)] * (decoder.slot == 16)
+        shares = [*shares[decoder.slot == 16 :], wide(decoder)]
     elif decoder.slot == 8:
         small = {16: (1,), 32: (1, 2, 4, 6), 64: (1, 2, 3)}
         if has_mma(decoder):
@@ -62,8 +62,12 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
         large += [Tile(64, ctas=2)] * bool(decoder.table_bytes)
     else:
         large += [Tile(64, ctas=2), Tile(96, split=2)]
-        large += [Tile(176, late=True), tall(decoder)]  # 176 fill waves that others leave open
         shares += [Tile(96)]
+        if decoder.table_bytes:  # look-ups do not hide under fewer tokens
+            large += [wide(decoder), replace(wide(decoder), split=2, late=False)]
+            shares += [wide(decoder)]
+        else:  # 176 fill waves that others leave open
+            large += [Tile(176, late=True), tall(decoder)]
     # Half of the room, where a second CTA just does not fit: the next launch's finds the rest.
     pair = Tile(64, ctas=2)
     half = decoder.slot == 8 and places(fitted(pair, decoder), decoder) < 2
@@ -82,12 +86,17 @@ def tall(decoder: Decoder) -> Tile:
     return Tile(128, rows=256, columns=columns, late=True)
 
 
+def wide(decoder: Decoder) -> Tile:
+    """256 tokens. Of 16 bits, stages of half a K tile where whole ones would leave two."""
+    whole = Tile(256, late=True)
+    few = decoder.slot == 16 and fitted(whole, decoder).stages < 3
+    return replace(whole, columns=K_TILE // 2) if few else whole
+
+
 @cache
 def family(decoder: Decoder) -> tuple[Tile, ...]:
     """The tiles that a decoder is compiled for."""
-    found = (fitted(tile, decoder) for tile in wanted(decoder))
-    # A slow decoder's tiles of 256 tokens leave room for two stages at times: too few.
-    return tuple(tile for tile in found if tile.stages > 2 or tile.tokens < 256)
+    return tuple(fitted(tile, decoder) for tile in wanted(decoder))
 
 
 @cache
