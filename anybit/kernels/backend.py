@@ -186,6 +186,19 @@ class Tunable(Backend, Protocol):
         """
 
 
+@runtime_checkable
+class Restoring(Backend, Protocol):
+    """What a backend has besides if it may take the rotations off a weight, not of its tokens."""
+
+    def linear_restored(
+        self, x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
+    ) -> Tensor | None:
+        """What a layer with a rotated weight returns for x (M, K); None if `linear` is faster.
+
+        vectors: rotate_in (K,) and rotate_out (N, 1), of `core.rotation.Rotation`.
+        """
+
+
 class Needs(NamedTuple):
     """What makes a layer's kernels be there for any number of tokens.
 

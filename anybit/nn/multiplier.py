@@ -15,7 +15,7 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels import dense
-from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
+from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared, Restoring
 from anybit.kernels.between import ANSWERS, of
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
@@ -90,6 +90,9 @@ class Multiplier(Frozen):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.scheme = scheme_name(prepared.format, prepared.activation)
         self.out_features, self.in_features = prepared.shape
+        kernels = get_backend(backend)
+        self.restores = around.rotate_out is not None and prepared.activation is None
+        self.restores &= isinstance(kernels, Restoring)
 
     @classmethod
     def of(
@@ -176,6 +179,11 @@ class Multiplier(Frozen):
             rotated, pairs, x = x.rotated, x.pairs, x.codes
         if x.device != self.device:
             raise InvalidInput(f"x is on {x.device}, and {self} on {self.device}")
+        if self.restores and not (rotated or given):
+            return ops.run(
+                ops.linear, x, self.prepared.layout, bias, self.scheme, self.out_features,
+                self.backend, None, None, None, stored, versions, None, self.around.vectors,
+            )  # fmt: skip
         if not rotated:
             x = self.around.before(x)
         inside, lead = self.around.inside(bias), x.shape[:-1]

@@ -23,11 +23,12 @@ _library = torch.library.Library("anybit", "DEF")
 # layout is `Prepared.layout`. scale, sums and dtype: of quantized activations, whose codes x are.
 # stored: the canonical tensors, which the gradient of x is computed from. versions: of these when
 # the layout was made, for compiled code, which meets other contents later. pairs: `Pairs.count`,
-# for backends that join.
+# for backends that join. vectors: rotate_in and rotate_out of a layer whose x and y these are then,
+# for `backend.Restoring`.
 _library.define(
     "linear(Tensor x, Tensor[] layout, Tensor? bias, str scheme, int n, str backend, "
     "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None, "
-    "int[]? versions=None, Tensor? pairs=None) -> Tensor"
+    "int[]? versions=None, Tensor? pairs=None, Tensor[]? vectors=None) -> Tensor"
 )
 _library.define("rotate(Tensor x, Tensor vector, bool after) -> Tensor")
 _library.define(
@@ -49,6 +50,7 @@ def multiply(
     stored: Sequence[Tensor] | None = None,
     versions: Sequence[int] | None = None,
     pairs: Tensor | None = None,
+    vectors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     written = stored and versions and [tensor._version for tensor in stored] != list(versions)
     if stored and written and backend != "reference":
@@ -56,11 +58,13 @@ def multiply(
         layout, backend = stored, "reference"
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
         with torch.cuda.device(x.device):
-            return multiply(x, layout, bias, scheme, n, backend, scale, sums, dtype, pairs=pairs)
+            rest = scale, sums, dtype, None, None, pairs, vectors
+            return multiply(x, layout, bias, scheme, n, backend, *rest)
     k = x.shape[-1]
     if len(x.shape) != 2:
         scale, sums = (None if t is None else t.reshape(-1) for t in (scale, sums))
-        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, scale, sums, dtype)
+        rest = scale, sums, dtype, None, None, None, vectors
+        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, *rest)
         return y.view(*x.shape[:-1], n)
     fmt, activation = parse_scheme(scheme)
     prepared = Prepared(fmt, (n, k), activation, tuple(layout))
@@ -70,8 +74,17 @@ def multiply(
             raise InvalidType("quantized activations need scale, sums and dtype")
         both = None if pairs is None else Pairs(pairs, len(x), len(x))
         rows = Activations(x, scale, sums, dtype, pairs=both)
+    kernels = get_backend(backend)
     try:
-        return get_backend(backend).linear(rows, prepared, bias)
+        if not vectors:
+            return kernels.linear(rows, prepared, bias)
+        restored = getattr(kernels, "linear_restored", None)
+        whole: Tensor | None = restored(x, prepared, vectors, bias) if restored else None
+        if whole is not None:
+            return whole
+        y = kernels.linear(turn(x, vectors[0], False), prepared, None)
+        y = turn(y, vectors[1], True)
+        return y if bias is None else y + bias.to(y.dtype)
     except Uncompiled:
         return x.new_zeros(len(x), n, dtype=dtype or x.dtype)
 
@@ -98,6 +111,7 @@ def _linear_fake(
     stored: Sequence[Tensor] | None = None,
     versions: Sequence[int] | None = None,
     pairs: Tensor | None = None,
+    vectors: Sequence[Tensor] | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
 
@@ -159,8 +173,9 @@ def _rows_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, layout, bias, scheme, *_, stored, _, _ = inputs
-    ctx.save_for_backward(*(stored or ()))
+    x, layout, bias, scheme, *_, stored, _, _, vectors = inputs
+    ctx.save_for_backward(*(stored or ()), *(vectors or ()))
+    ctx.turned = len(vectors or ())
     ctx.scheme, ctx.k, ctx.parts = scheme, x.shape[-1], len(layout)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -168,7 +183,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Straight through the rounding of activations: the gradient of x @ W^T + bias."""
     grad_x = grad_bias = None
-    stored = ctx.saved_tensors  # read once: gradient checkpointing makes them anew
+    saved = ctx.saved_tensors  # read once: gradient checkpointing makes them anew
+    stored, vectors = saved[: len(saved) - ctx.turned], saved[len(saved) - ctx.turned :]
     if ctx.needs_input_grad[0]:
         if not stored:
             raise Unsupported(
@@ -176,7 +192,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
                 "the model again, and do not release it"
             )
         spec, n = parse_scheme(ctx.scheme)[0].spec, grad.shape[-1]
-        grad_x = grad @ decode(stored, spec, n, ctx.k, grad.dtype)
+        inner = rotate(grad, vectors[1], False) if vectors else grad
+        grad_x = inner @ decode(stored, spec, n, ctx.k, grad.dtype)
+        grad_x = rotate(grad_x, vectors[0], True) if vectors else grad_x
     if ctx.needs_input_grad[2]:
         grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
     # None for each argument that was passed; those of the last ones that were left out have none.

@@ -168,6 +168,18 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked) == {device}
 
 
+def test_rotations_are_taken_off_for_many_tokens() -> None:
+    """Where blocks of H have 128 rows, as the kernel's; it is among those that are built."""
+    d = decoder_of("trellis", "bfloat16")
+    shapes = (4096, 4096), (4096, 4096 + 64), (4096 + 64, 4096)
+    found = [choices.restores(d, m, n, k, H200) for n, k in shapes for m in (1, 64, 8192)]
+    assert found == [False, False, True, *[False] * 6]
+    assert not choices.restores(decoder_of("trellis", "int8"), 8192, 4096, 4096, H200)
+    kernel = scalar_linear.restore_kernel(d)
+    assert kernel in built("trellis:rotate=kn")
+    assert kernel not in [*built("trellis:rotate=k"), *built("trellis:rotate=kn@int8")]
+
+
 @pytest.mark.parametrize("scheme", ["int4:group=128", "int8@int8", "trellis", "int4:group=64@fp8"])
 def test_another_number_of_tokens_makes_no_tiles(
     scheme: str, monkeypatch: pytest.MonkeyPatch

@@ -44,13 +44,14 @@ def round_f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def single(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
-    """add, mul, fma of fp32; subnormal numbers count, as in hardware without .ftz."""
+    """add, sub, mul, fma of fp32; subnormal numbers count, as in hardware without .ftz."""
     a = [as_f32(s.read(w, name)).astype(np.float64) for name in i.args[1:]]
     with np.errstate(over="ignore", invalid="ignore"):
         if i.op.startswith("fma"):
             r = round_f32(a[0] * a[1], a[2])
         else:  # twice 24 bits and two more: rounding to 53 bits first changes nothing
-            r = (a[0] + a[1] if i.op.startswith("add") else a[0] * a[1]).astype(np.float32)
+            b = -a[1] if i.op.startswith("sub") else a[1]
+            r = (a[0] * b if i.op.startswith("mul") else a[0] + b).astype(np.float32)
     s.write(w, i.args[0], from_f32(r), active)
 
 
@@ -88,7 +89,7 @@ def narrow(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
 
 
 HANDLERS: dict[str, Handler] = {
-    r"(add|mul|add\.rn|mul\.rn|fma\.rn)\.f32": single,
+    r"(add|sub|mul|add\.rn|mul\.rn|fma\.rn)\.f32": single,
     r"(add|mul|fma)\.rn\.(bf16x2|f16x2|f16)": pair,
     r"ex2\.approx\.f32|div\.rn\.f32": of_silu,
     r"cvt\.rn\.f32\.s32": from_int,

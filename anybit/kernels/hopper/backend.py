@@ -65,6 +65,16 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     return family(prepared.format).linear(x, prepared, bias)
 
 
+def linear_restored(
+    x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
+) -> Tensor | None:
+    """See `backend.Restoring`."""
+    if family(prepared.format) is not scalar_linear:
+        return None
+    check_half(x, "hopper")
+    return scalar_linear.linear_restored(x, prepared, vectors, bias)
+
+
 def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
     """See `backend.Compiled`."""
     assert layer.dtype is not None

@@ -26,6 +26,7 @@ from anybit.kernels.tuned import Winner, fastest
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
 SECOND = Work("second", 0, 0, 0, 0, 0, 0, 1, 0)  # launch: what it costs beside its own
+RESTORED = 500  # instructions that take rotations off 32 weights, with the tensor core's clocks
 WORTH = 0.96  # of one launch's time: what two may take
 
 
@@ -139,11 +140,30 @@ def whole_waves(tile: Tile, m: int, n: int, chip: Chip = H200) -> int:
     return rows if rows < n else 0
 
 
-def decoding(d: Decoder, n: int, k: int, chip: Chip) -> Work:
-    """What a launch that writes a decoded copy does."""
+@lru_cache(COUNTS)
+def restores(d: Decoder, m: int, n: int, k: int, chip: Chip) -> bool:
+    """Whether a copy without rotations, and its product, take less time than tokens' rotations.
+
+    Those of m tokens before a product and of their outputs behind it.
+    """
+    if n % ROWS or k % K_TILE or d.slot < 16 or m <= tiles.MOST_HELD:
+        return False
+    turned = sum(cycles(rotating(m, size), chip.read) for size in (n, k))
+    restored = cycles(decoding(d, n, k, chip, RESTORED), chip.read)
+    best = min(time for time, _ in ways(d, m, n, k, chip))
+    return restored + cycles(library(m, n, k, chip), chip.read) < best + turned
+
+
+def rotating(m: int, size: int) -> Work:
+    """What a launch does that rotates m tokens."""
+    return Work("rotation", 0, 1, 0, 0, 0, 4 * m * size, 1, 0)
+
+
+def decoding(d: Decoder, n: int, k: int, chip: Chip, more: int = 0) -> Work:
+    """What a launch that writes a decoded copy does; more: instructions for 32 weights."""
     steps = -(-n // ROWS) * k_tiles(k) / chip.multiprocessors
     written = n * k * (d.bits + d.slot) / 8
-    return Work("decode", steps, 1, 0, 4 * d.instructions, 0, written, 1, 0)
+    return Work("decode", steps, 1, 0, 4 * (d.instructions + more), 0, written, 1, 0)
 
 
 def library(m: int, n: int, k: int, chip: Chip) -> Work:

@@ -1,6 +1,6 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,10 +89,28 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
+def restore_kernel(d: Decoder) -> mma_tiles.Kernel:
+    return mma_tiles.Kernel(d, mma_tiles.RESTORE, d.operand, "sm_90")
+
+
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     pairs = x.paired if isinstance(x, Activations) else None
     return multiply(*tokens(x, prepared), prepared, bias, x.dtype, pairs=pairs)
+
+
+def linear_restored(
+    x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
+) -> Tensor | None:
+    """See `backend.Restoring`."""
+    (m, k), n, (x, *_) = x.shape, prepared.shape[0], tokens(x, prepared)
+    d = decoder_for(prepared.format, x.dtype)
+    plain = all(v.dtype == torch.float16 and v.is_contiguous() for v in vectors)
+    if not (plain and choices.restores(d, m, n, k, chip_of(x.device))):
+        return None
+    if missing_kernels([kernel := restore_kernel(d)]):
+        return None
+    return multiply_decoded(x, kernel, prepared, offsets(bias, n, x.dtype), vectors)
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
@@ -152,9 +170,16 @@ def multiply(
 
 
 def multiply_decoded(
-    x: Tensor, kernel: mma_tiles.Kernel, prepared: Prepared, bias: Tensor | None
+    x: Tensor,
+    kernel: mma_tiles.Kernel,
+    prepared: Prepared,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The library's products with a decoded weight, or with some of its rows at a time."""
+    """The library's products with a decoded weight, or with some of its rows at a time.
+
+    vectors: As in `mma.linear.decoded`.
+    """
     n, k = prepared.shape
     rows = choices.decoded_rows(k)
     y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
@@ -164,7 +189,8 @@ def multiply_decoded(
         of_rows = (r[start:end] for r in (row_scale, row_zero))
         layout = (blobs[start // ROWS : -(-end // ROWS)], *of_rows, *table)
         part = prepared._replace(shape=(end - start, k), layout=layout)
-        w, out = mma.decoded(x, kernel, part).T, y[:, start:end]
+        some = [v[start:end] if i else v for i, v in enumerate(vectors)]
+        w, out = mma.decoded(x, kernel, part, some).T, y[:, start:end]
         if bias is None:
             torch.mm(x, w, out=out)
         else:

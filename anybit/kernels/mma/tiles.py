@@ -27,6 +27,7 @@ BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registe
 SMALL = 64  # most tokens of small weights on H100 and H200
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
+RESTORED_ROW = 544  # bytes of shared memory for 128 columns in fp32, likewise
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
@@ -132,6 +133,7 @@ class Tile:
 
 
 DECODE = Tile(8, 1, 4, 4, 4, "decode")
+RESTORE = Tile(8, 1, 8, 4, 2, "restore")
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,12 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain
+        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain, restore
 
         programs = {
             "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
-            "few": few.Few, "decode": decode.Decode, "plain": plain.Plain,
-            "gated": plain.Gated,
+            "few": few.Few, "decode": decode.Decode, "restore": restore.Restore,
+            "plain": plain.Plain, "gated": plain.Gated,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
@@ -216,6 +218,8 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     table = decoder.table_bytes
     if tile.kind == "decode":
         return table + (tile.rows * COPIED_ROW if decoder.slot == 16 else 0)
+    if tile.kind == "restore":
+        return table + tile.rows * RESTORED_ROW
     rings = tile.warps if tile.splits else 1
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
     beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
@@ -358,8 +362,10 @@ def beside_table(decoder: Decoder, gpu: Gpu, tokens: int, n: int) -> Tile | None
 def family_small(decoder: Decoder, gpu: Gpu) -> tuple[Tile, ...]:
     """Tiles for 17 to 64 tokens where rows are few or decoding is slow."""
     pairs = decoder.slot == 8 or decoder.cost > 2  # others are as fast in threes
-    shapes = [(16, 8, 1), (32, 8, 1), *[(32, 4, 2)] * pairs, (32, 4, 3)]  # tokens, warps, CTAs
-    every = [Tile(tokens, 1, warps, ctas=ctas, kind="narrow") for tokens, warps, ctas in shapes]
+    # Tokens, slices, warps, CTAs.
+    shapes = [(16, 1, 8, 1), (32, 1, 8, 1), *[(32, 1, 4, 2)] * pairs, (32, 1, 4, 3)]
+    shapes += [(32, 2, 8, 2)] * bool(decoder.table_bytes)  # rows that share a table
+    every = [Tile(tokens, s, warps, ctas=ctas, kind="narrow") for tokens, s, warps, ctas in shapes]
     found = (fitted(tile, decoder, gpu, 2, 5) for tile in every)
     return tuple(dict.fromkeys(tile for tile in found if tile))
 
