@@ -73,8 +73,14 @@ def choose(
     return best
 
 
-def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Iterator[tuple[float, Choice]]:
+@lru_cache(64)  # `choose` and `restores` ask for the same
+def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> list[tuple[float, Choice]]:
     """All ways, with their clock cycles."""
+    return [*each_way(d, m, n, k, chip)]
+
+
+def each_way(d: Decoder, m: int, n: int, k: int, chip: Chip) -> Iterator[tuple[float, Choice]]:
+    """As `ways`."""
     gpu = tiles.gpu_for(chip)
     for few in mma.candidates(d, gpu, m, n) if tiles.has_mma(d) else ():
         yield cycles(mma.work(few, d, gpu, m, n, k), chip.read), Choice(few)
