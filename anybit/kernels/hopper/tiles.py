@@ -62,12 +62,13 @@ def wanted(decoder: Decoder) -> tuple[Tile, ...]:
         large += [Tile(64, ctas=2)] * bool(decoder.table_bytes)
     else:
         large += [Tile(64, ctas=2), Tile(96, split=2)]
+        large += [tall(decoder)]
         shares += [Tile(96)]
         if decoder.table_bytes:  # look-ups do not hide under fewer tokens
             large += [wide(decoder), replace(wide(decoder), split=2, late=False)]
             shares += [wide(decoder)]
-        else:  # 176 fill waves that others leave open
-            large += [Tile(176, late=True), tall(decoder)]
+        else:  # these fill waves that others leave open
+            large += [Tile(176, late=True)]
     # Half of the room, where a second CTA just does not fit: the next launch's finds the rest.
     pair = Tile(64, ctas=2)
     half = decoder.slot == 8 and places(fitted(pair, decoder), decoder) < 2

@@ -60,14 +60,16 @@ class Restore(Decode):
         blob = Int64(block * k_tiles + first)
         into = room + (warp * SIDE + lane // 4) * RESTORED_ROW + lane % 4 * 8
         back = room + warp * 2 * RESTORED_ROW + lane * 16
-        for i in cutlass.range(cutlass.min(Int32(self.stages), k_tiles - first), unroll=1):
-            at = given.w.toint() + (blob + i) * self.decoder.blob_bytes
-            words, grid = self.load(at, slot, lane)
+        count = cutlass.min(Int32(self.stages), k_tiles - first)
+        words, grid = self.load(given.w.toint() + blob * self.decoder.blob_bytes, slot, lane)
+        for i in cutlass.range(count, unroll=1):
             a = self.decode_half(words, grid, 0) + self.decode_half(words, grid, 1)
-            self.rotate(h, a, scales, into)
-            cute.arch.sync_threads()
+            behind = blob + cutlass.min(i + 1, count - 1)  # asked for before it is needed
+            words, grid = self.load(given.w.toint() + behind * self.decoder.blob_bytes, slot, lane)
             column = (first + i) * K_TILE + lane * 4
             pairs = load_words(given.token_scale.toint() + Int64(column) * 2, 2, 0)
+            self.rotate(h, a, scales, into)
+            cute.arch.sync_threads()
             inside = [x for pair in pairs for x in halves_to_float(pair)]
             self.along_rows(back, first_row, column, inside, out, given)
             cute.arch.sync_threads()
