@@ -155,9 +155,9 @@ def restores(d: Decoder, m: int, n: int, k: int, chip: Chip) -> bool:
     if n % ROWS or k % K_TILE or d.slot < 16 or m <= tiles.MOST_HELD:
         return False
     turned = sum(cycles(rotating(m, size), chip.read) for size in (n, k))
-    restored = cycles(decoding(d, n, k, chip, RESTORED), chip.read)
+    copied = cycles(decoding(d, n, k, chip, RESTORED), chip.read)
     best = min(time for time, _ in ways(d, m, n, k, chip))
-    return restored + cycles(library(m, n, k, chip), chip.read) < best + turned
+    return copied + cycles(library(m, n, k, chip), chip.read) < best + turned
 
 
 def rotating(m: int, size: int) -> Work:
@@ -169,7 +169,8 @@ def decoding(d: Decoder, n: int, k: int, chip: Chip, more: int = 0) -> Work:
     """What a launch that writes a decoded copy does; more: instructions for 32 weights."""
     steps = -(-n // ROWS) * k_tiles(k) / chip.multiprocessors
     written = n * k * (d.bits + d.slot) / 8
-    return Work("decode", steps, 1, 0, 4 * (d.instructions + more), 0, written, 1, 0)
+    kind = "restore" if more else "decode"
+    return Work(kind, steps, 1, 0, 4 * (d.instructions + more), 0, written, 1, 0)
 
 
 def library(m: int, n: int, k: int, chip: Chip) -> Work:
