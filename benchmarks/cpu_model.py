@@ -37,7 +37,7 @@ SHAPE = {
     "max_position_embeddings": 2048, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 FORMATS = ("int8", "int4", "int4:group=64", "fp6", "liquid@int8")
-GGUFS = ("BF16", "Q8_0", "Q6_K", "Q4_0")
+GGUFS = ("BF16", "Q8_0", "Q6_K", "Q4_0", "Q4_K")
 LAYERS = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",

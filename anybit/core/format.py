@@ -62,6 +62,19 @@ class Entry:
         return {"float": torch.float16, "level": torch.uint8}[self.dtype]
 
 
+class Fine(NamedTuple):
+    """Factors in two steps: d * step, and shifts: -(base * low); both exactly.
+
+    d, base: (N, blocks) fp16. step, low: (N, groups), whole numbers within int8; base and low are
+    None where there are no shifts.
+    """
+
+    d: Tensor
+    step: Tensor
+    base: Tensor | None
+    low: Tensor | None
+
+
 class Frame(NamedTuple):
     """Values in two steps: numbers[digit] * factor + shift, all fp32.
 
@@ -69,11 +82,13 @@ class Frame(NamedTuple):
         numbers: (2**bits,), or as many as there are digits (`Format.digits`).
         factor: (N, groups).
         shift: (N, groups); None for zeros.
+        fine: What factors and shifts are products of, if they are.
     """
 
     numbers: Tensor
     factor: Tensor
     shift: Tensor | None
+    fine: Fine | None = None
 
 
 class Rows(NamedTuple):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybit.core.format import Entry, Format, Frame, Grid, read_options, register
+from anybit.core.format import Entry, Fine, Format, Frame, Grid, read_options, register
 from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.formats.microscaling import by_pieces
 from anybit.formats.table4 import IQ4
@@ -146,17 +146,18 @@ class KQuant(Format):
         per = stored.shape[1] // d.shape[1]
         factor = d.repeat_interleave(per, 1) * step
         if not self.kind.base:
-            return Frame(numbers, factor, None)
+            return Frame(numbers, factor, None, Fine(grid["d"], step, None, None))
         low = (stored >> 4 if self.joint else grid["low"]).float()
-        return Frame(numbers, factor, -(grid["base"].float().repeat_interleave(per, 1) * low))
+        shift = -(grid["base"].float().repeat_interleave(per, 1) * low)
+        return Frame(numbers, factor, shift, Fine(grid["d"], step, grid["base"], low))
 
     def values(self, codes: Tensor, grid: Grid) -> Tensor:
-        numbers, factor, shift = self.frame(grid)
+        numbers, factor, shift, _ = self.frame(grid)
         values = grouped(numbers[codes.int()], factor) * factor[..., None]
         return ungroup(values if shift is None else values + shift[..., None])
 
     def encode(self, w: Tensor, grid: Grid) -> Tensor:
-        numbers, factor, shift = self.frame(grid)
+        numbers, factor, shift, _ = self.frame(grid)
         w = grouped(w * (1 / grid["scale"].float()), factor)
         if shift is not None:
             w = w - shift[..., None]

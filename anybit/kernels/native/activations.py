@@ -61,7 +61,7 @@ def pack(
     """
     m, k = x.shape
     columns = laid(k)
-    out = torch.empty(max(m, tokens) * columns * operand.itemsize, dtype=torch.uint8)
+    out = torch.empty(max(m, tokens) * columns * operand.token_bytes, dtype=torch.uint8)
     sums = None
     if group is not None:
         count = -(-columns // (group * WIDEST)) * WIDEST if group else 1
@@ -153,7 +153,8 @@ def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
     """bf16 activations in 16 bits of fixed point, (M, K) int16, and scales (M,) fp32.
 
     A scale is the power of two by which a token's largest number takes all bits: that number, and
-    those down to a 128th of it, keep all of theirs. NaN where a token holds NaN or inf.
+    those down to a 64th of it, keep all of theirs. Codes are at most 127.5 * 256, so that their
+    nearest multiple of 256 fits a byte. NaN where a token holds NaN or inf.
     """
     m, k = x.shape
     out, scale = torch.empty(m, k, dtype=torch.int16), torch.empty(m)
@@ -178,8 +179,9 @@ def fixer(isa: Isa) -> build.Kernel:
         along(f, 0, k, isa.floats, compare)
         top = maximum(f, largest(f, tops[isa.floats].get()), tops[1].get())
         exponent = f.bits(top, I32) >> 23
-        high = f.compare("ugt", exponent, f.constant(15, I32))
-        power = f.select(high, exponent, f.constant(15, I32))
+        above = (f.bits(top, I32) + (1 << 16)) >> 23  # one more for the largest mantissa
+        high = f.compare("ugt", above, f.constant(15, I32))
+        power = f.select(high, above, f.constant(15, I32))
         nan = f.bits(f.constant(0x7FC00000, I32), F32)
         scale = f.bits((power - 14) << 23, F32)
         finite = f.compare("ult", exponent, f.constant(255, I32))
@@ -196,6 +198,17 @@ def fixer(isa: Isa) -> build.Kernel:
     return build.load(ir.module([f]), [f.name], isa)[0]
 
 
+def _split(f: Function, some: Value) -> Value:
+    """int16 as signed bytes: of each 32, upper ones and then lower ones; upper * 256 + lower."""
+    count = ir.lanes(some.kind)
+    low = f.cast("trunc", some, vec(count, I8))
+    high = f.cast("trunc", (some - f.cast("sext", low, some.kind)) >> 8, low.kind)
+    places = [
+        half + i + byte for i in range(0, count, 32) for half in (0, count) for byte in range(32)
+    ]
+    return f.shuffle(high, low, places)
+
+
 def _pack(spec: Packing) -> Function:
     operand = spec.operand
     f = Function("pack", [PTR])
@@ -210,7 +223,7 @@ def _pack(spec: Packing) -> Function:
         # A last part that is smaller than the others lies closer, unless it is the only one.
         few = f.compare("sgt", tokens, m)
         span = f.select(few, tokens, f.smaller(left, tokens))
-        to = f.at(args.pointer("to"), first * units * (unit * operand.itemsize))
+        to = f.at(args.pointer("to"), first * units * (unit * operand.token_bytes))
         with f.loop(first, last) as t:
             row = f.at(args.pointer("x"), t * args.number("stride"))
             if spec.group is not None:
@@ -230,8 +243,11 @@ def _pack(spec: Packing) -> Function:
                 numbers = _convert(f, operand, some)
                 if operand.order() != list(range(unit)):
                     numbers = f.shuffle(numbers, numbers, operand.order())
+                if operand.banded:
+                    numbers = _split(f, numbers) if operand.kind == "split" else numbers
+                    f.store(numbers, to, u * (unit * operand.token_bytes))
                 place = f.at(to, (u * operand.vectors * span + (t - first)) * size)
-                for j in range(operand.vectors):
+                for j in range(0 if operand.banded else operand.vectors):
                     count = unit // operand.vectors
                     part = f.shuffle(numbers, numbers, range(j * count, (j + 1) * count))
                     f.store(part, place, span * (j * size))
@@ -244,7 +260,7 @@ def _pack(spec: Packing) -> Function:
 def _convert(f: Function, operand: Operand, some: Value) -> Value:
     count, source = ir.lanes(some.kind), ir.scalar(some.kind)
     target = ir.scalar(operand.vector)
-    if source == target:
+    if source == target or operand.kind == "split":
         return some
     if operand.whole:
         return f.cast("sext", some, vec(count, target))

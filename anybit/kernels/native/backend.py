@@ -26,13 +26,14 @@ from anybit.kernels.native import activations, build, gemm, gemv
 from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
-from anybit.kernels.native.layout import lay_out
-from anybit.kernels.native.operand import BLOCK, RUN, Operand, laid
+from anybit.kernels.native.layout import lay_out, lay_out_bands
+from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand, laid
 from anybit.kernels.native.rows import Signed
 from anybit.kernels.native.steps import Coded, Steps
 
 log = logging.getLogger(__name__)
 
+FIXED = ("fixed", "split")  # kinds of operands whose tokens are in 16 bits of fixed point
 FEW = 4  # activations that are multiplied by registers
 MANY = 512  # activations whose sums fit into the cache beside a tile
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31
@@ -115,12 +116,19 @@ def prepare(
         log.warning("%s: the CPU kernels do not multiply such a weight: %s", fmt.spec, error)
         other = _other(decoded).prepare(packed, activation, dtype, decoded)
         return other._replace(layout=(torch.tensor([int(decoded)]), *other.layout))
-    more = -(-laid(k) // table.group) if table.group else 0
+    more, banded = -(-laid(k) // table.group) if table.group else 0, _is_banded(fmt, level)
+    facts, fine = table.facts(fmt.bits), table.fine if banded else None
+    scales, offsets = (_padded(t, more, banded) for t in (table.scale, table.offset))
+    if fine is not None:
+        facts = *facts[:-1], fine.step.shape[1] // fine.d.shape[1]
+        scales = _products(fine.d, fine.step)
+        if fine.base is not None and fine.low is not None:
+            offsets = _products(-fine.base, fine.low)
     layout = (
-        torch.tensor(table.facts(fmt.bits)),
+        torch.tensor(facts),
         _laid_out(packed, table, level),
-        _padded(table.scale, more),
-        _padded(table.offset, more),
+        scales,
+        offsets,
         table.row.contiguous(),
         _tables(table, fmt.bits, level),
     )
@@ -132,12 +140,32 @@ def _other(decoded: bool) -> Backend:
     return dense if decoded else reference
 
 
-def _padded(numbers: Tensor | None, groups: int) -> Tensor:
-    """Whole blocks of groups, and numbers behind the last that a vector may touch."""
+def _padded(numbers: Tensor | None, groups: int, banded: bool) -> Tensor:
+    """Whole blocks of groups, and numbers behind the last that a vector may touch.
+
+    Of bands (bands, groups, BAND).
+    """
     if numbers is None:
         return torch.empty(0, dtype=torch.float16)
-    numbers = pad(numbers, (0, groups - numbers.shape[1])).flatten()
-    return pad(numbers, (0, 16))
+    numbers = pad(numbers, (0, groups - numbers.shape[1]))
+    if banded:
+        numbers = pad(numbers, (0, 0, 0, -len(numbers) % BAND)).view(-1, BAND, groups)
+        return numbers.transpose(1, 2).contiguous()
+    return pad(numbers.flatten(), (0, 16))
+
+
+def _products(d: Tensor, step: Tensor) -> Tensor:
+    """fp16 (N, blocks) and whole numbers (N, groups) of bands: of each block 16 d, then steps."""
+    more, blocks = (0, 0, 0, -len(d) % BAND), d.shape[1]
+    halves = pad(d, more).view(-1, BAND, blocks).transpose(1, 2).contiguous()
+    steps = pad(step.to(torch.int8), more).view(-1, BAND, step.shape[1]).transpose(1, 2)
+    parts = halves.view(torch.int8), steps.reshape(*halves.shape[:2], -1)
+    return torch.cat(parts, -1)
+
+
+def _is_banded(fmt: Format, level: Isa) -> bool:
+    """Whether rows of this format's weights lie in the lanes of vectors."""
+    return not (level.arm or fmt.hashed or fmt.rows is not None or _is_vectors(fmt))
 
 
 def _is_vectors(fmt: Format) -> bool:
@@ -151,7 +179,9 @@ def _laid_out(packed: Packed, table: probing.Table, level: Isa) -> Tensor:
     if table.rows is not None:
         return _signed(fmt, table.facts(fmt.bits)).lay_out(table.rows, -(-k // BLOCK))
     if not _is_vectors(fmt):
-        return lay_out(packed.planes, fmt.bits, k, level)
+        return (lay_out_bands if _is_banded(fmt, level) else lay_out)(
+            packed.planes, fmt.bits, k, level
+        )
     codes = packed.codes()
     if fmt.bits > 8:
         codes = codes.to(torch.uint16).view(torch.int16)
@@ -199,6 +229,7 @@ class Product(NamedTuple):
         decoder: the address of what decodes tiles for it, or 0.
         table: bytes before its table.
         shift: of codes, where they are whole numbers from there on.
+        bands: of a strip.
     """
 
     operand: Operand
@@ -208,6 +239,7 @@ class Product(NamedTuple):
     decoder: int
     table: int
     shift: int
+    bands: int = 0
 
 
 @cache
@@ -219,13 +251,17 @@ def _product(
     level: Isa,
     m: int,
     tail: int,
+    bands: int,
 ) -> Product:
-    """What multiplies up to m <= FEW activations, or more than that; tail: as in `gemv.Few`."""
+    """What multiplies up to m <= FEW activations, or more than that.
+
+    tail: as in `gemv.Few`. bands: of a strip, as in `gemm.product`.
+    """
     bits, _, group, number, *_, wide = facts
     form = probing.FORMS[number]
     vectors = _is_vectors(fmt)
-    whole = m <= FEW and (fmt.hashed is not None or not vectors)
-    operand = _operand(facts, activation, dtype, level, whole)
+    tokens = FEW + 1 if vectors and fmt.hashed is None else m
+    operand = _operand(facts, activation, dtype, level, tokens, _is_banded(fmt, level))
     one = _codes(facts, dtype)
     codes: Coded = one
     table = 0
@@ -236,7 +272,7 @@ def _product(
         table = codes.offset(operand)
     elif vectors:
         codes = Vectors(bits, fmt.width, fmt.books, dtype == torch.float16)
-    quantized = activation is not None or operand.kind == "fixed"
+    quantized = activation is not None or operand.kind in FIXED
     to = activations.DTYPES[dtype]
     if not operand.integer and not vectors:
         table = SECTION * SECTIONS.index((operand.kind, dtype))
@@ -244,34 +280,44 @@ def _product(
     if operand.kind == "s8" and bits == 8:
         shift += 128
     if m <= FEW:
-        sums = group if form else 0 if operand.whole else None
-        few = gemv.Few(codes, operand, group, form, m, to, quantized, bool(wide), tail)
+        asked = form or (operand.kind == "split" and one.first)
+        size = operand.span(group) if operand.banded else group
+        sums = size if asked else 0 if operand.whole else None
+        few = gemv.Few(codes, operand, group, form, m, to, quantized, wide, tail)
         kernel = gemv.kernel(few)
-        return Product(operand, m, sums, kernel, 0, table, shift)
+        return Product(operand, 1 if operand.banded else m, sums, kernel, 0, table, shift)
     if group:
         shift = -128 if operand.kind == "u8" else 0
-    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form, bool(wide), tail))
+    decoder = gemm.decoder(gemm.Tile(codes, operand, group, form, wide, tail))
     sums = 0 if operand.whole else None
-    kernel = gemm.product(operand, to, quantized)
-    return Product(operand, gemm.TOKENS, sums, kernel, decoder.address, table, shift)
+    kernel = gemm.product(operand, to, quantized, bands)
+    tokens = 1 if operand.banded else gemm.TOKENS
+    return Product(operand, tokens, sums, kernel, decoder.address, table, shift, bands)
 
 
 def _operand(
-    facts: tuple[int, ...], activation: str | None, dtype: torch.dtype, level: Isa, few: bool
+    facts: tuple[int, ...],
+    activation: str | None,
+    dtype: torch.dtype,
+    level: Isa,
+    m: int,
+    banded: bool,
 ) -> Operand:
-    """What is multiplied: whole numbers, or numbers of the activation's dtype."""
+    """What is multiplied with m tokens: whole numbers, or numbers of the activation's dtype."""
     bits, first, group, _, whole, *_ = facts
     if activation == "int8" and whole:
         # Groups have no shift, which makes up for codes of 8 bits that are 128 less.
-        fits = group % 64 == 0 and not (level.byte_operand == "s8" and group and bits == 8)
-        return Operand(level.byte_operand if level.byte_operand and fits else "i16", level)
+        fits = (banded or group % 64 == 0) and not (
+            level.byte_operand == "s8" and group and bits == 8
+        )
+        return Operand(level.byte_operand if level.byte_operand and fits else "i16", level, banded)
     if dtype != torch.bfloat16:
-        return Operand("fp32", level)
-    # Where no table of bf16 has them, whole numbers are multiplied sooner than converted.
-    look_up = level.bf16 and bits <= 6
-    if few and first != probing.NONE and activation is None and not look_up and not level.arm:
-        return Operand("fixed", level)
-    return Operand("bf16" if level.bf16 else "fp32", level)
+        return Operand("fp32", level, banded)
+    if m <= FEW and first != probing.NONE and activation is None and not level.arm:
+        # Bytes twice are sooner multiplied than 16 bits, if there are registers for both sums.
+        split = banded and level.byte_operand and (m <= 2 or level.bits == 512)
+        return Operand("split" if split else "fixed", level, banded)
+    return Operand("bf16" if level.bf16 else "fp32", level, banded)
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -287,13 +333,15 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
     assert level is not None
     numbers, scale = _numbers(x, prepared.activation, level)
     m, n = len(numbers), prepared.shape[0]
+    banded = _is_banded(prepared.format, level)
     y = torch.empty(m, n, dtype=x.dtype)
     offset = _zeros(n) if bias is None else bias.float().contiguous()
     for part in range(0, m, MANY):
         rows = slice(part, part + MANY)
         tokens = (1, 1, 2, 4, 4)[m - part] if m - part <= FEW else FEW + 1
-        tail = laid(prepared.shape[1]) % BLOCK
-        how = prepared.format, facts, prepared.activation, x.dtype, level, tokens, tail
+        tail = 0 if banded else laid(prepared.shape[1]) % BLOCK
+        bands = gemm.bands(level, n, torch.get_num_threads()) if banded and tokens > FEW else 0
+        how = prepared.format, facts, prepared.activation, x.dtype, level, tokens, tail, bands
         token_scale = None if scale is None else scale[rows]
         _multiply(numbers[rows], token_scale, prepared, _product(*how), offset, y[rows])
     return y
@@ -334,12 +382,14 @@ def _multiply(
     operand = product.operand
     _, w, scales, offsets, row, tables = prepared.layout
     (m, k), n = x.shape, prepared.shape[0]
-    blocks, tail = divmod(laid(k), BLOCK)
+    banded = operand.banded
+    blocks, tail = divmod(laid(k), RUN if banded else BLOCK)
     threads = torch.get_num_threads() if m * n * k > SERIAL else 1
-    if operand.kind == "fixed":
+    if operand.kind in FIXED:
         x, scale = activations.fixed(x, operand.isa)
     ready = operand.kind in ("bf16", "fixed") and product.tokens == 1 and k == laid(k)
-    if ready and product.sums is None and x.dtype in (torch.bfloat16, torch.int16):
+    ready = ready and x.dtype in (torch.bfloat16, torch.int16) and x.is_contiguous()
+    if ready and product.sums is None:
         xs, xsum = x, None
     else:
         xs, xsum = activations.pack(x, operand, product.tokens, product.sums)
@@ -352,13 +402,16 @@ def _multiply(
     }  # fmt: skip
     names: tuple[str, ...] = gemv.NAMES
     if not product.decoder:
-        values["chunk"] = max(4, min(256, n // (8 * threads)))
+        many = -(-n // BAND) if banded else n
+        values["chunk"] = max(1 if banded else 4, min(256, many // (8 * threads)))
     else:
         names = gemm.NAMES
         blocks += tail > 0
-        parts = -(-blocks * operand.itemsize // gemm.PART)
+        most, strip = gemm.PART, gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
+        if banded:
+            most, strip = gemm.BAND_PART // RUN, product.bands * BAND
+        parts = -(-blocks * operand.itemsize // most)
         part = -(-blocks // parts)
-        strip = gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
         room = gemm.room(operand, strip, part, m)
         values |= {
             "blocks": blocks, "vectors": laid(k) // operand.codes * operand.vectors,

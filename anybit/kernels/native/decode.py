@@ -8,6 +8,10 @@ bits, 16 of them in words of 32, or the 64 of two runs in bytes; processors with
 shift each part of it. The last block of a row may have fewer runs; a plane takes as many vectors
 there as hold them.
 
+**Bands.** On x86, what stands for a row is a band of 16 of them: of each two columns, the two codes
+of the first row, of the second, and so on. So a run is two columns, a block 32, and a lane of 32
+bits belongs to one row: sums need not be added up across lanes, and scales lie in vectors.
+
 The bits of a code are put together in any order that is cheap, since the table can be permuted.
 """
 

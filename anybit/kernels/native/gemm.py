@@ -2,6 +2,7 @@
 
 Both factors run along K in vectors, so that neither is transposed: `rows` rows times `TOKENS`
 activations are as many vectors of partial sums, which are added up at the end of a part of K.
+Bands need no adding up: the vectors of a strip's bands times `BAND_TOKENS` activations are sums.
 """
 
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from functools import cache
 from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.gemv import scales_at
+from anybit.kernels.native.gemv import factors_at, scales_at, store
 from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
-from anybit.kernels.native.operand import BLOCK, Operand
+from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
 
 NAMES = (
@@ -22,6 +23,8 @@ NAMES = (
 TOKENS = 4
 STRIP = 48  # rows of a tile; it and an equal share of x fill half of a cache of 1 MB
 PART = 16  # blocks of bytes in a row of a tile, 8 KB
+BAND_TOKENS = 6
+BAND_PART = 6144  # bytes of a row of a tile of bands
 
 
 def rows(isa: Isa) -> int:
@@ -40,30 +43,39 @@ class Tile:
     operand: Operand
     group: int
     form: str
-    wide: bool = False
+    wide: int = 0
     tail: int = 0
 
 
 @cache
 def decoder(spec: Tile) -> build.Kernel:
-    """What decodes a part of a row; `product` calls it."""
-    f = _decode(spec)
+    """What decodes a part of a row or of a band; `product` calls it."""
+    f = (_decode_band if spec.operand.banded else _decode)(spec)
     return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
 
 
 @cache
-def product(operand: Operand, dtype: str, quantized: bool) -> build.Kernel:
+def product(operand: Operand, dtype: str, quantized: bool, bands: int = 0) -> build.Kernel:
     """The compiled product, of any format; its arguments are `NAMES`.
 
     dtype: LLVM's name of what y (M, N) is stored in. quantized: whether activations have scales.
+    bands: of a strip, where there are any.
     """
-    f = _Product(operand, dtype, quantized).function
+    kind = _Bands if bands else _Product
+    f = kind(operand, dtype, quantized, bands).function
     return build.load(ir.module([f]), [f.name], operand.isa)[0]
+
+
+def bands(isa: Isa, n: int, threads: int) -> int:
+    """Bands of a strip: as many as there are registers for, and fewer if threads had no work."""
+    most = 4 if isa.registers == 32 else 1
+    return most if threads == 1 or n >= 3 * threads * most * BAND else max(1, most // 2)
 
 
 def room(operand: Operand, strip: int, part: int, m: int) -> int:
     """Bytes that a thread works in: a tile, and the sums of a strip."""
-    return strip * (part * BLOCK * operand.itemsize + -(-m // TOKENS) * TOKENS * 4)
+    columns = part * (RUN if operand.banded else BLOCK)
+    return strip * (columns * operand.itemsize + -(-m // TOKENS) * TOKENS * 4)
 
 
 def _decode(spec: Tile) -> Function:
@@ -105,10 +117,10 @@ def _block(
     for unit in range(count // operand.codes):
         if (groups and unit * groups % operand.units == 0) or many > 1:
             g = group + unit * groups // operand.units
-            scale = scales_at(f, args.pointer("scale"), g, many, spec.wide)
+            scale = scales_at(f, args.pointer("scale"), g, many, bool(spec.wide))
             offset = f.zero(scale.kind)
             if spec.form:
-                offset = scales_at(f, args.pointer("offset"), g, many, spec.wide)
+                offset = scales_at(f, args.pointer("offset"), g, many, bool(spec.wide))
             if spec.form == "scaled":
                 offset = offset * scale
         for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table, count)):
@@ -118,6 +130,39 @@ def _block(
                 both = [f.shuffle(a, a, lanes) for a in (scale, offset)]
                 weight = _scaled(f, operand, weight, *both)
             f.store(weight, to, stride * (unit * operand.vectors + j))
+
+
+def _decode_band(spec: Tile) -> Function:
+    """As `_decode`, of a band."""
+    operand, parts, group = spec.operand, spec.operand.parts, spec.group
+    f = Function("decode", [PTR, I64, I64, I64, PTR, I64])
+    args = Arguments(f, NAMES)
+    _, band, first, last, out, stride = f.arguments
+    table: Any = spec.codes.table(f, operand, args.pointer("table"))
+    blocks, step = args.number("blocks"), spec.codes.block_bytes()
+    groups = (blocks * RUN + (group - 1)) // group if group else blocks
+    w = f.at(args.pointer("w"), band * blocks * step)
+    steps = operand.units * operand.vectors // parts  # of a block
+    factors: list[tuple[Value, Value]] = []
+    with f.loop(first, last) as b:
+        codes, to = f.at(w, b * step), f.at(out, (b - first) * steps * stride)
+        for i in range(0, step, 64):
+            f.prefetch(codes, 1024 + i)
+        for unit in range(operand.units):
+            column = unit * operand.columns_of_unit
+            if group and column % min(group, RUN) == 0:
+                at = band * groups + (b * RUN + column) // group
+                factors = []
+                for part in range(parts):
+                    some = factors_at(f, args, at, part, operand, spec.form, spec.wide)
+                    factors.append((some[0], some[1] if spec.form else f.zero(some[0].kind)))
+            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table)):
+                part, place = operand.place(unit, j)
+                if group:
+                    weight = _scaled(f, operand, weight, *factors[part])
+                f.store(weight, to, stride * place + part * (operand.isa.bits // 8))
+    f.give()
+    return f
 
 
 def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: Value) -> Value:
@@ -151,8 +196,9 @@ def _scaled(f: Function, operand: Operand, weight: Value, factor: Value, more: V
 class _Product:
     """The function under construction."""
 
-    def __init__(self, operand: Operand, dtype: str, quantized: bool):
+    def __init__(self, operand: Operand, dtype: str, quantized: bool, bands: int = 0):
         self.operand, self.dtype, self.quantized = operand, dtype, quantized
+        self.bands = bands
         self.function = f = Function("product", [PTR])
         self.args = args = Arguments(f, NAMES)
         self.rows, self.size = rows(operand.isa), operand.isa.bits // 8
@@ -162,7 +208,8 @@ class _Product:
         part = args.number("part")
         slot = f.take(args.address("slot"), 1)  # every thread has a room of its own
         self.tile = f.at(args.pointer("scratch"), slot * args.number("room"))
-        self.sums = f.at(self.tile, self.strip * part * (self.vectors * self.size))
+        high = self.strip // BAND if bands else self.strip
+        self.sums = f.at(self.tile, high * part * (self.vectors * self.size))
         n = args.number("n")
         with f.chunks(args.address("next"), self.strip, n) as (self.first, self.last):
             self.height = self.last - self.first
@@ -227,27 +274,62 @@ class _Product:
         f, args = self.function, self.args
         kind = I32 if self.operand.whole else F32
         at = (t // TOKENS * TOKENS * self.strip + j * TOKENS + t % TOKENS) * 4
-        single = vec(count, F32) if count > 1 else F32
         if count > 1:
             some = f.load(vec(TOKENS * count, kind), self.sums, at)
             value = f.shuffle(some, some, range(0, TOKENS * count, TOKENS))
         else:
             value = f.load(kind, self.sums, at)
 
-        def every(number: Value) -> Value:
-            return f.splat(number, count) if count > 1 else number
+        how = self.dtype, self.quantized, self.operand.whole
+        store(args, value, self.first + j, t, *how)
 
-        if self.operand.whole:
-            shift = f.cast("trunc", args.number("shift"), I32)
-            value = value + every(shift * f.load(I32, args.pointer("xsum"), t << 2))
-            value = f.cast("sitofp", value, single)
-        if self.quantized:
-            value = value * every(f.load(F32, args.pointer("xscale"), t << 2))
-        row = self.first + j
-        factor, bias = (f.load(single, args.pointer(a), row << 2) for a in ("row", "bias"))
-        value = f.fma(value, factor, bias)
-        place = (args.number("n") * t + row) * (4 if self.dtype == F32 else 2)
-        f.store(ir.rounded(f, value, self.dtype), args.pointer("y"), place)
+
+class _Bands(_Product):
+    """The same of bands: a strip is as many rows as registers hold sums of."""
+
+    def _part(self, start: Value, stop: Value) -> None:
+        f, operand, size = self.function, self.operand, self.size
+        parts = operand.parts
+        self.width = self.bands * parts  # vectors of a step
+        steps = (stop - start) * (self.vectors // parts)
+        first = self.first // BAND
+        with f.loop(0, (self.height + (BAND - 1)) // BAND) as j:
+            to, stride = f.at(self.tile, j * (parts * size)), f.integer(self.width * size)
+            f.run(self.args.pointer("decode"), f.arguments[0], first + j, start, stop, to, stride)
+        whole = self.m // BAND_TOKENS * BAND_TOKENS
+        with f.loop(0, whole, BAND_TOKENS) as t:
+            self._panel(t, BAND_TOKENS, start, steps)
+        for rest in range(1, BAND_TOKENS):
+            with f.when(f.compare("eq", self.m - whole, f.integer(rest))):
+                self._panel(whole, rest, start, steps)
+
+    def _panel(self, t: Value, tokens: int, start: Value, long: Value) -> None:
+        """Multiply the tile by activations t to t + tokens, `long` times 32 bits of each."""
+        f, operand = self.function, self.operand
+        row = self.blocks * (RUN * operand.token_bytes)
+        first = f.at(self.args.pointer("x"), start * (RUN * operand.token_bytes))
+        x = [f.at(first, (t + i) * row) for i in range(tokens)]
+        zero = f.zero(operand.sums)
+        totals = [[f.variable(zero) for _ in x] for _ in range(self.width)]
+        with f.loop(0, long) as k:
+            numbers = [operand.everywhere(f, token, k << 2) for token in x]
+            for v, sums in enumerate(totals):
+                at = (k * self.width + v) * self.size
+                weight = f.load(operand.vector, self.tile, at)
+                for total, number in zip(sums, numbers, strict=True):
+                    total.set(operand.dot(f, total.get(), weight, number))
+        fresh = f.compare("eq", start, f.integer(0))
+        for v, sums in enumerate(totals):
+            for i, total in enumerate(sums):
+                to = f.at(self.sums, ((t + i) * self.strip + v * operand.isa.floats) * 4)
+                old = f.select(fresh, zero, f.load(operand.sums, to))
+                f.store(old + total.get(), to)
+
+    def _store(self, t: Value, j: Value, count: int) -> None:
+        f = self.function
+        kind = I32 if self.operand.whole else F32
+        value = f.load(vec(count, kind) if count > 1 else kind, self.sums, (t * self.strip + j) * 4)
+        store(self.args, value, self.first + j, t, self.dtype, self.quantized, self.operand.whole)
 
 
 def _add_up(f: Function, parts: list[Value]) -> Value:

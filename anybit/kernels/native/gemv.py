@@ -9,15 +9,19 @@ from functools import cache
 from typing import Any
 
 from anybit.kernels.native import build, ir
-from anybit.kernels.native.ir import F32, I32, PTR, Arguments, Function, Value, vec
-from anybit.kernels.native.operand import BLOCK, Operand
+from anybit.kernels.native.decode import Codes
+from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
 
 NAMES = (
     "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
     "n", "blocks", "m", "chunk", "shift",
 )  # fmt: skip
+CHAINS = 4  # sums of a band that do not wait for each other
+AHEAD = 2048  # bytes between small groups and what is asked of memory; others gain nothing by it
 CHAIN = 16  # products that wait for each other; those of the next chain do not
+Sums = list[list[list[list[ir.Variable]]]]
 MOST_GROUPS = 1 << 14  # of a row: their scales lie on the stack in fp32
 
 
@@ -33,7 +37,8 @@ class Few:
         m: activations that are multiplied at once.
         dtype: LLVM's name of what y (M, N) is stored in.
         quantized: whether activations have scales.
-        wide: whether scales and offsets are fp32, not fp16.
+        wide: 0 where scales and offsets are fp16, 1 where they are fp32; of bands also how many
+            are products of whole numbers and the same fp16.
         tail: codes of the last block, if it is a short one.
     """
 
@@ -44,14 +49,14 @@ class Few:
     m: int
     dtype: str
     quantized: bool
-    wide: bool = False
+    wide: int = 0
     tail: int = 0
 
 
 @cache
 def kernel(spec: Few) -> build.Kernel:
     """The compiled kernel; its arguments are `NAMES`."""
-    f = _Rows(spec).function
+    f = (_Bands if spec.operand.banded else _Rows)(spec).function
     return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
 
 
@@ -151,11 +156,11 @@ class _Rows:
         tails = [f.variable(f.zero(kind)) for _ in range(spec.m)] if spec.form else []
         stride = (self.groups + 15) & -16  # of sums, as `activations.pack` lays them out
         with f.loop(0, self.groups, lanes) as g:
-            scale = scales_at(f, args.pointer("scale"), r * self.groups + g, lanes, spec.wide)
+            scale = scales_at(f, args.pointer("scale"), r * self.groups + g, lanes, bool(spec.wide))
             f.store(scale, self.scales, g << 2)
             if spec.form:
                 at = r * self.groups + g
-                offset = scales_at(f, args.pointer("offset"), at, lanes, spec.wide)
+                offset = scales_at(f, args.pointer("offset"), at, lanes, bool(spec.wide))
                 if spec.form == "scaled":
                     offset = offset * scale
                 if spec.operand.whole:
@@ -169,20 +174,202 @@ class _Rows:
 
     def _store(self, r: Value, i: int, total: Value, tail: Value | None) -> None:
         """Scale the sum of row r and activation i and store it."""
-        f, args, operand = self.function, self.args, self.spec.operand
-        if tail is not None:
-            total = total + tail
-        if operand.whole:
-            if not self.spec.group:
-                shift = f.cast("trunc", args.number("shift"), I32)
-                total = total + shift * f.load(I32, args.pointer("xsum"), 4 * i)
-            total = f.cast("sitofp", total, F32)
-        if self.spec.quantized:
-            total = total * f.load(F32, args.pointer("xscale"), 4 * i)
-        row, bias = (f.load(F32, args.pointer(name), r << 2) for name in ("row", "bias"))
-        place = (args.number("n") * i + r) * (4 if self.spec.dtype == F32 else 2)
-        y = ir.rounded(f, f.fma(total, row, bias), self.spec.dtype)
-        f.store(y, args.pointer("y"), place)
+        spec = self.spec
+        total = total if tail is None else total + tail
+        shifted = spec.operand.whole and not spec.group
+        store(self.args, total, r, i, spec.dtype, spec.quantized, shifted)
+
+
+class _Bands:
+    """The function under construction where the lanes of a vector are rows."""
+
+    def __init__(self, spec: Few):
+        self.spec = spec
+        self.function = f = Function("few", [PTR])
+        self.args = args = Arguments(f, NAMES)
+        self.operand = operand = spec.operand
+        self.blocks = blocks = args.number("blocks")
+        self.span = operand.span(spec.group)
+        self.table: Any = spec.codes.table(f, operand, args.pointer("table"))
+        last_token = args.number("m") - 1
+        self.tokens = [f.smaller(f.integer(i), last_token) for i in range(spec.m)]
+        x, size = args.pointer("x"), operand.token_bytes
+        self.x = [f.at(x, token * blocks * (RUN * size)) for token in self.tokens]
+        self.scratch = f.allocate(ir.scalar(operand.totals), BAND)
+        step, zero = spec.codes.block_bytes(), f.zero(operand.totals)
+        bands = (args.number("n") + (BAND - 1)) // BAND
+        with (
+            f.chunks(args.address("next"), args.number("chunk"), bands) as (first, last),
+            f.loop(first, last) as r,
+        ):
+            w = f.at(args.pointer("w"), r * blocks * step)
+            totals = [[f.variable(zero) for _ in range(operand.parts)] for _ in range(spec.m)]
+            if 0 < self.span <= RUN:
+                with f.loop(0, blocks) as b:
+                    for line in range(0, step, 64):
+                        f.prefetch(w, b * step + (AHEAD + line))
+                    for first_column in range(0, RUN, self.span):
+                        sums = self._fresh(1)
+                        self._multiply(f.at(w, b * step), b, sums, first_column, self.span)
+                        span = b * (RUN // self.span) + first_column // self.span
+                        self._add(r, span, sums, totals)
+            else:
+                per = self.span // RUN or blocks
+                with f.loop(0, (blocks + per - 1) // per if self.span else 1) as span:
+                    # Products of one sum wait for each other, those of several do not.
+                    sums = self._fresh(max(1, CHAINS // (operand.parts * spec.m)))
+                    with f.loop(span * per, f.smaller((span + 1) * per, blocks)) as b:
+                        self._multiply(f.at(w, b * step), b, sums, 0, RUN)
+                    self._add(r, span, sums, totals)
+            self._store(r, totals)
+        f.give()
+
+    def _fresh(self, chains: int) -> Sums:
+        """Sums of nothing: by token, part of the band, half of the tokens' numbers, and chain."""
+        f, halves = self.function, 2 if self.operand.kind == "split" else 1
+        zero = f.zero(self.operand.sums)
+        return [
+            [[[f.variable(zero) for _ in range(chains)] for _ in range(halves)]
+             for _ in range(self.operand.parts)] for _ in range(self.spec.m)
+        ]  # fmt: skip
+
+    def _multiply(self, codes: Value, b: Value, sums: Sums, first: int, count: int) -> None:
+        """Add the products of `count` columns of block b."""
+        f, spec, operand = self.function, self.spec, self.operand
+        columns, size = operand.columns_of_unit, operand.token_bytes
+        x = [f.at(token, b * (RUN * size)) for token in self.x]
+        for unit in range(first // columns, (first + count) // columns):
+            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, self.table)):
+                part, at = operand.place(unit, j)
+                for i, token in enumerate(x):
+                    for half, chains in enumerate(sums[i][part]):
+                        total = chains[unit % len(chains)]
+                        number = operand.everywhere(f, token, 4 * at + RUN * half)
+                        total.set(operand.dot(f, total.get(), weight, number))
+
+    def _add(self, r: Value, span: Value, sums: Sums, totals: list[list[ir.Variable]]) -> None:
+        """Add the sums of a span, scaled, to the totals."""
+        f, spec, operand, args = self.function, self.spec, self.operand, self.args
+        count, kind = operand.isa.floats, operand.totals
+        columns, first = self.blocks * RUN, 0
+        if operand.kind == "split" and isinstance(spec.codes, Codes):
+            first = spec.codes.first or 0
+        factors = self._factors(r, span, columns)
+        for i, token in enumerate(self.tokens):
+            if spec.form or first:  # the sum of the token's numbers
+                spans = (columns + (self.span - 1)) // self.span
+                at = ((spans + 15) & -16) * token + span
+                x = f.load(ir.scalar(operand.sums), args.pointer("xsum"), at << 2)
+            for part, total in enumerate(totals[i]):
+                value, *lower = (_added(chains) for chains in sums[i][part])
+                if lower:
+                    value = (value << 8) + lower[0]
+                    value = value + f.splat(x * first, count) if first else value
+                value = f.cast("sitofp", value, kind) if value.kind != kind else value
+                old = total.get()
+                if not spec.group:
+                    total.set(old + value)
+                    continue
+                scale, *shift = factors[part]
+                if shift:
+                    all_x = f.splat(x, count)
+                    all_x = f.cast("sitofp", all_x, kind) if all_x.kind != kind else all_x
+                    old = old + shift[0] * all_x if operand.whole else f.fma(shift[0], all_x, old)
+                total.set(old + value * scale if operand.whole else f.fma(value, scale, old))
+
+    def _factors(self, r: Value, span: Value, columns: Value) -> list[list[Value]]:
+        """Scales, and offsets if there are any, of each part of a band's rows."""
+        f, spec, operand = self.function, self.spec, self.operand
+        if not spec.group:
+            return []
+        groups = (columns + (spec.group - 1)) // spec.group
+        group = r * groups + span // (spec.group // self.span)
+        out = []
+        for part in range(operand.parts):
+            some = factors_at(f, self.args, group, part, operand, spec.form, spec.wide)
+            out.append([f.cast("fptosi", a, operand.totals) if operand.whole else a for a in some])
+        return out
+
+    def _store(self, r: Value, totals: list[list[ir.Variable]]) -> None:
+        """Scale the sums of a band and store them, those of rows that there are."""
+        f, spec, args, n = self.function, self.spec, self.args, self.args.number("n")
+        row, last = r * BAND, f.smaller(r * BAND + BAND, n)
+        whole = f.compare("sle", row + BAND, n)
+        part_of_band = f.compare("sgt", row + BAND, n)
+        shifted = self.operand.whole and not spec.group
+        how = spec.dtype, spec.quantized, shifted
+        for i, parts in enumerate(totals):
+            with f.when(f.compare("slt", f.integer(i), args.number("m"))):
+                for part, total in enumerate(parts):
+                    count = self.operand.isa.floats
+                    f.store(total.get(), self.scratch, part * count * 4)
+                    with f.when(whole):
+                        store(args, total.get(), row + part * count, i, *how)
+                with f.when(part_of_band), f.loop(row, last) as single:
+                    kind = ir.scalar(self.operand.totals)
+                    value = f.load(kind, self.scratch, (single - row) << 2)
+                    store(args, value, single, i, *how)
+
+
+def _added(chains: list[ir.Variable]) -> Value:
+    total, *rest = (chain.get() for chain in chains)
+    for part in rest:
+        total = total + part
+    return total
+
+
+def factors_at(
+    f: Function, args: Arguments, group: Value, part: int, operand: Operand, form: str, wide: int
+) -> list[Value]:
+    """Scales of a part of a band's rows, and offsets if there are any; group: of all bands'."""
+    count = operand.isa.floats
+    out = []
+    for name in ("scale", "offset") if form else ("scale",):
+        memory = args.pointer(name)
+        if wide > 1:
+            d = f.at(memory, group // wide * ((2 + wide) * BAND))
+            step = f.load(vec(count, I8), d, (group % wide + 2) * BAND + part * count)
+            step = f.cast("sitofp", step, vec(count, F32))
+            out.append(step * scales_at(f, d, f.integer(part * count), count, False))
+        else:
+            out.append(scales_at(f, memory, group * BAND + part * count, count, bool(wide)))
+    if form == "scaled":
+        out[1] = out[0] * out[1]
+    return out
+
+
+def store(
+    args: Arguments, total: Value, row: Value, token: Value | int, dtype: str, quantized: bool,
+    shifted: bool,
+) -> None:  # fmt: skip
+    """Scale sums of a token and of rows from `row` on, add the bias, and put them into y.
+
+    Args:
+        args: with the names xsum, xscale, row, bias, y, n and shift.
+        total: fp32 or int32, a number or a vector of them.
+        row: the first one.
+        token: which.
+        dtype: LLVM's name of what y (M, N) is stored in.
+        quantized: whether tokens have scales.
+        shifted: whether codes are `shift` more than the numbers that were multiplied.
+    """
+    f, count = args.function, ir.lanes(total.kind)
+    single = vec(count, F32) if total.kind.startswith("<") else F32
+    at = f.integer(token) if isinstance(token, int) else token
+
+    def every(number: Value) -> Value:
+        return f.splat(number, count) if single != F32 else number
+
+    if shifted:
+        shift = f.cast("trunc", args.number("shift"), I32)
+        total = total + every(shift * f.load(I32, args.pointer("xsum"), at << 2))
+    if total.kind != single:
+        total = f.cast("sitofp", total, single)
+    if quantized:
+        total = total * every(f.load(F32, args.pointer("xscale"), at << 2))
+    factor, bias = (f.load(single, args.pointer(name), row << 2) for name in ("row", "bias"))
+    place = (args.number("n") * at + row) * (4 if dtype == F32 else 2)
+    f.store(ir.rounded(f, f.fma(total, factor, bias), dtype), args.pointer("y"), place)
 
 
 def scales_at(f: Function, memory: Value, group: Value, count: int, wide: bool) -> Value:

@@ -8,11 +8,12 @@ from torch import Tensor
 from anybit.core.planes import segments, words
 from anybit.kernels.native import build, ir, memory
 from anybit.kernels.native.decode import place, vectors
-from anybit.kernels.native.ir import I8, I16, PTR, Arguments, Function, vec
+from anybit.kernels.native.ir import I8, I16, I32, PTR, Arguments, Function, vec
 from anybit.kernels.native.isa import Isa
-from anybit.kernels.native.operand import BLOCK, RUN, laid
+from anybit.kernels.native.operand import BAND, BLOCK, RUN, laid
 
 NAMES = ("next", "from", "to", "n", "chunk", "row", "left", "span", "step", "blocks")
+BAND_NAMES = ("next", "from", "to", "n", "bands", "row", "words", "span", "step", "blocks")
 CHUNK = 16  # rows that a thread takes at once
 
 
@@ -90,3 +91,53 @@ def _vector(f: Function, source: ir.Value, target: ir.Value, width: int) -> None
         total = codes if total is None else total | codes
     assert total is not None
     f.store(total, target)
+
+
+def lay_out_bands(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Tensor:
+    """Codes of a weight in bands: as `lay_out`, (N / 16, bytes of a band) uint8.
+
+    Rows beyond N are anything.
+    """
+    blocks, step, at = laid(k) // RUN, BLOCK * bits // 8, 0
+    n, bands = len(planes[0]), -(-len(planes[0]) // BAND)
+    out = memory.empty(bands, blocks * step)
+    for plane, width in zip(planes, segments(bits), strict=True):
+        plane, count = plane.contiguous(), words(k, width)
+        to = out.data_ptr() + at
+        if n:
+            band_kernel(width, isa)(
+                (0, plane.data_ptr(), to, n, bands, 4 * count, count, blocks * step, step, blocks),
+                torch.get_num_threads(),
+            )
+        at += 64 * width
+    return out
+
+
+@cache
+def band_kernel(width: int, isa: Isa) -> build.Kernel:
+    """What moves one plane of `width` bits. A word of it holds columns of a row: it is a lane."""
+    f = Function("lay_out_bands", [PTR])
+    args = Arguments(f, BAND_NAMES)
+    last_row, count = args.number("n") - 1, args.number("words")
+    kind, mask = vec(BAND, I32), (1 << width) - 1
+    with (
+        f.chunks(args.address("next"), f.integer(1), args.number("bands")) as (band, _),
+        f.loop(0, args.number("blocks")) as b,
+    ):
+        rows = [f.smaller(band * BAND + r, last_row) * args.number("row") for r in range(BAND)]
+        target = f.at(args.pointer("to"), band * args.number("span") + b * args.number("step"))
+        for v in range(width):
+            i = b * width + v
+            there = f.compare("slt", i, count)
+            word_at = f.select(there, i, count - 1) << 2
+            lanes = f.zero(kind)
+            for r, row in enumerate(rows):
+                word = f.load(I32, args.pointer("from"), row + word_at)
+                lanes = f.emit(f"insertelement {kind} {lanes.text}, i32 {word.text}, i32 {r}", kind)
+            total = f.zero(kind)
+            for column in range(32 // width):
+                code = (lanes >> (column * width)) & mask
+                total = total | code << 16 * (column % 2) + place(column // 2, width)
+            f.store(f.select(there, total, f.zero(kind)), target, 64 * v)
+    f.give()
+    return build.load(ir.module([f]), [f.name], isa)[0]

@@ -8,6 +8,8 @@ from anybit.kernels.native.isa import Isa
 
 BLOCK = 512  # codes
 RUN = 32  # codes that lie in one vector of 16-bit words
+BAND = 16  # rows that lie in the lanes of a vector
+SPAN = 256  # columns of whole numbers times 16 bits whose sum 32 bits hold
 
 
 def laid(k: int) -> int:
@@ -22,11 +24,15 @@ class Operand:
     kind: "bf16" (products of bf16 in fp32), "fp32", "u8" (unsigned codes times int8), "s8" (codes
         times int8; codes of 8 bits are 128 less) or "i16" (codes times int8, both in 16 bits); the
         last three are summed in int32. "fixed": whole numbers times tokens in 16 bits of fixed
-        point, summed in int32 over a group at most, and in fp32 from there on.
+        point, summed in int32 over a group at most, and in fp32 from there on. "split": the same
+        of unsigned codes, times the upper and the lower byte of tokens.
+    banded: whether the lanes of a vector are rows, and tokens are the same in all of them; see
+        `decode`.
     """
 
     kind: str
     isa: Isa
+    banded: bool = False
 
     @property
     def vectors(self) -> int:
@@ -45,7 +51,39 @@ class Operand:
 
     @property
     def itemsize(self) -> int:
-        return {"bf16": 2, "fp32": 4, "u8": 1, "s8": 1, "i16": 2, "fixed": 2}[self.kind]
+        """Bytes of a weight's number."""
+        sizes = {"bf16": 2, "fp32": 4, "u8": 1, "s8": 1, "i16": 2, "fixed": 2, "split": 1}
+        return sizes[self.kind]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's number."""
+        return 2 if self.kind == "split" else self.itemsize
+
+    @property
+    def parts(self) -> int:
+        """Vectors that hold the rows of a band."""
+        return BAND // self.isa.floats
+
+    @property
+    def columns_of_unit(self) -> int:
+        """Columns of a unit of a band."""
+        return self.codes // BAND
+
+    def place(self, unit: int, j: int) -> tuple[int, int]:
+        """Of a band's vector j of a unit: which part of the rows it holds, and of which 32 bits of
+        each token's block it is a factor."""
+        per = self.vectors // self.parts
+        return j // per, unit * per + j % per
+
+    def everywhere(self, f: Function, x: Value, offset: Value | int) -> Value:
+        """32 bits of a token in all lanes."""
+        kind = F32 if self.kind == "fp32" else I32
+        return f.bits(f.splat(f.load(kind, x, offset), self.isa.floats), self.vector)
+
+    def span(self, group: int) -> int:
+        """Columns that are added up before they are scaled; 0: all of a row."""
+        return min(group or SPAN, SPAN) if self.kind in ("split", "fixed") else group
 
     @property
     def whole(self) -> bool:
@@ -55,7 +93,7 @@ class Operand:
     @property
     def integer(self) -> bool:
         """Whether what is multiplied is integers."""
-        return self.whole or self.kind == "fixed"
+        return self.whole or self.kind in ("fixed", "split")
 
     @property
     def sums(self) -> str:
@@ -78,11 +116,15 @@ class Operand:
             "s8": vec(bits // 8, I8),
             "i16": vec(bits // 16, I16),
             "fixed": vec(bits // 16, I16),
+            "split": vec(bits // 8, I8),
         }
         return kinds[self.kind]
 
     def order(self) -> list[int]:
         """Places of a unit's columns: the number at i is that of column order[i]."""
+        if self.banded:  # of bytes, the two of each run
+            each = (0, 2, 1, 3) if self.itemsize == 1 else (0, 1, 2, 3)
+            return [i + at for i in range(0, self.codes, 4) for at in each]
         if self.itemsize == 1:
             return [half + i for i in range(RUN) for half in (0, RUN)]
         if self.kind == "fp32":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybit.core.format import Frame, Grid, Rows
+from anybit.core.format import Fine, Frame, Grid, Rows
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.native.operand import BLOCK
@@ -46,6 +46,7 @@ class Table:
         whole: whether scale * T + offset is a whole number within int8 throughout.
         half: see `Codes.half`.
         rows: where values are rows of a table, which.
+        fine: what scales and offsets are products of, if they are, in fp16.
     """
 
     values: Tensor
@@ -58,13 +59,14 @@ class Table:
     whole: bool
     half: int | None = None
     rows: Rows | None = None
+    fine: Fine | None = None
 
     def facts(self, bits: int) -> tuple[int, ...]:
         """What kernels are compiled for, as numbers.
 
         `bits` (of a row's number, where there are rows), `first`, `group`, the index of `form`,
         `whole`; whether the upper half of the table is the lower one with the other sign, or rows
-        have signs; whether all numbers are ones of bf16; `half`; whether scales are fp32.
+        have signs; whether all numbers are ones of bf16; `half`; 1 if scales are fp32, else 0.
         """
         first = NONE if self.first is None else self.first
         signed = short = False
@@ -167,14 +169,18 @@ def _probe(packed: Packed) -> Table:
 
 def _framed(packed: Packed, frame: Frame) -> Table:
     """The table of a format that says itself how its values come about."""
-    numbers, factor, shift = frame
+    numbers, factor, shift, fine = frame
     group = packed.shape[1] // factor.shape[1]
     size = _size(group)
     shifts = [] if shift is None else [shift]
     a, *rest = (_repeat(t, group, size) for t in _alike(factor, *shifts))
     b, form = (rest[0], "plain") if rest else (None, "")
     row = packed.grid["scale"].float().flatten()
-    return Table(numbers, _first(numbers), row, a, b, size, form, False)
+    if fine is not None and any(
+        t.dtype != torch.float16 for t in (fine.d, fine.base) if t is not None
+    ):
+        fine = None
+    return Table(numbers, _first(numbers), row, a, b, size, form, False, fine=fine)
 
 
 def _rows(packed: Packed, start: int, stop: int) -> Grid:
