@@ -226,13 +226,14 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dim", "each"),
-    [("model", 64, 5), ("model", 128, 2), ("model", 512, 1), ("int8", 128, 8), ("int8", 512, 2)],
-)
-def test_bytes_on_their_way_fill_a_multiprocessor(kind: str, dim: int, each: int) -> None:
+    ("kind", "dim", "group", "each"),
+    [("model", 64, 4, 5), ("model", 128, 8, 2), ("model", 512, 4, 1), ("int8", 128, 4, 8),
+     ("int8", 128, 8, 6), ("int8", 512, 8, 2)],
+)  # fmt: skip
+def test_programs_fill_a_multiprocessor(kind: str, dim: int, group: int, each: int) -> None:
     head = (2 * dim if kind == "model" else dim) + 8
     tile = kernels.tile_of(kind, 16)
-    assert kernels.at_once(tile, head, torch.device("cpu")) == each * 132
+    assert kernels.at_once(tile, head, group, torch.device("cpu")) == each * 132
 
 
 @pytest.mark.parametrize(("programs", "splits"), [(1, 64), (8, 64), (9, 58), (300, 1), (999, 1)])

@@ -39,8 +39,9 @@ MOST_PROMPTS = 64  # sequences of a step with several queries, for which the ker
 LEAST_TOKENS = 32  # what the int8 matrix unit multiplies at a time
 FEW_ROWS, LEAST_ROWS = 32, 16
 # A multiprocessor reads as fast as it can with so many bytes on their way, or so many warps of
-# programs that wait and multiply by turns. More programs than run at once take longer.
-ON_THEIR_WAY, WARPS = 144 << 10, 16
+# programs that wait and multiply by turns: by heads of a K head, those that have registers. More
+# programs than run at once take longer.
+ON_THEIR_WAY, WARPS, WARPS_OF_MANY = 144 << 10, 16, 12
 
 
 class Tile(NamedTuple):
@@ -153,15 +154,15 @@ def _attend(
     first = tl.load(starts + seq)
     count = tl.load(starts + seq + 1) - first
     context = tl.load(contexts + seq)
-    if tile * ROWS < count * GROUP:
-        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
-        begin = 0
-        if WINDOW > 0:
-            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
-            begin = begin // TOKENS * TOKENS
-        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), tl.num_programs(2)) * TOKENS
-        low = begin + split * each
-        high = tl.minimum(low + each, last)
+    last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
+        begin = begin // TOKENS * TOKENS
+    each = tl.cdiv(tl.cdiv(last - begin, TOKENS), tl.num_programs(2)) * TOKENS
+    low = begin + split * each
+    high = tl.minimum(low + each, last)
+    if (tile * ROWS < count * GROUP) & ((sums is None) | (low < high)):
         table = tables + seq.to(tl.int64) * TABLE_STRIDE
         ahead = pages(table, low, high, BLOCK, TOKENS)
         if PDL:  # K and V come from memory while the previous kernel ends
@@ -251,7 +252,7 @@ def _attend(
         after_previous(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SPLITS"])
 def _combine(
     parts, sums, maxima, contexts, sinks, out, HEADS, SPLITS, D: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
@@ -336,7 +337,7 @@ def attend(
     elif splits is None:
         keys = len(cache.k) * block  # of the longest text that fits
         keys = min(keys, window + tile.tokens) if window else keys
-        enough = at_once(tile, head_bytes(cache), q.device)
+        enough = at_once(tile, head_bytes(cache), group, q.device)
         splits = choose_splits(batch * kv_heads, enough, -(-keys // tile.tokens))
     out = torch.empty_like(q) if out is None else out
     shape = (*q.shape[:2], splits)
@@ -419,11 +420,11 @@ def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
     return tile.rows * dim * size + tile.tokens * keys + 1024
 
 
-def at_once(tile: Tile, head: int, device: torch.device) -> int:
+def at_once(tile: Tile, head: int, group: int, device: torch.device) -> int:
     """Programs of a single token's attention that a GPU should run at once; see `fitted`."""
     loads = max(1, tile.stages - 1) * tile.tokens * 2 * head
-    each = max(1, min(ON_THEIR_WAY // loads, WARPS // tile.warps))
-    return multiprocessors(device) * each
+    warps = WARPS if group <= 4 else WARPS_OF_MANY
+    return multiprocessors(device) * max(1, min(ON_THEIR_WAY // loads, warps // tile.warps))
 
 
 def choose_splits(programs: int, enough: int, tiles: int) -> int:
