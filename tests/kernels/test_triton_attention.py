@@ -19,7 +19,7 @@ from anybit.engine.sequence import SamplingParams
 from anybit.kernels import attention as reference
 from anybit.kernels import between
 from anybit.kernels.attention import Batch, Scores
-from anybit.kernels.kv.cache import LayerCache
+from anybit.kernels.kv.cache import LayerCache, token_bytes
 from anybit.kernels.kv.format import plain
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.kv.int4 import spread, unpack
@@ -46,7 +46,10 @@ def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerC
     scales = None
     if kind == "static":
         scales = tuple(torch.rand(kv_heads, dim) * 0.02 + 0.01 for _ in range(2))
-    format = plain(dtype) if kind == "model" else KV_FORMATS["int4" if kind == "int4" else "int8"]
+    format = plain(dtype) if kind == "model" else KV_FORMATS.get(kind, KV_FORMATS["int8"])
+    if kv_heads == 2 and kind != "static":  # in memory of somebody else's
+        room = torch.zeros(BLOCKS, 2, BLOCK, token_bytes(dim, format), dtype=torch.uint8)
+        return LayerCache.within(room.to(DEVICE), dim, format)
     return LayerCache.empty(BLOCKS, kv_heads, BLOCK, dim, format, DEVICE, scales)
 
 
@@ -268,7 +271,8 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "tokens": "*i32", "keys": "*i32", "temperature": "*fp32", "least": "*fp32",
             "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
-         "GROUPS": 1, "SEQUENCES": 64}  # fmt: skip
+         "GROUPS": 1, "SEQUENCES": 64, "K_STEP": 2304, "V_STEP": 2304, "K_GRID": 576,
+         "V_GRID": 576}  # fmt: skip
 
 ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
 WHOLE = {"WINDOW": 0, "sums": None, "maxima": None, "sinks": None}

@@ -76,7 +76,8 @@ def attend(architecture: int, kind: str, dim: int, tile: Tile) -> Job:
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK": 16, "WINDOW": 0, "K_KIND": kind,
         "V_KIND": kind, "GROUPS": max(1, dim // 128) if kind == "int4" else 1,
-        "TOKENS": tile.tokens, "PDL": False,
+        "TOKENS": tile.tokens, "PDL": False, "K_STEP": 16 * dim, "V_STEP": 16 * dim,
+        "K_GRID": 64, "V_GRID": 64,
     } | {name: None for name, type in kinds.items() if type is None}  # fmt: skip
     if not single:
         kinds |= {"starts": "*i32", "BATCH": "i32"}

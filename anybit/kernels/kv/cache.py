@@ -85,6 +85,38 @@ class LayerCache:
             cache.v = v.view(blocks, heads, v.shape[3], block_size)
         return cache
 
+    @classmethod
+    def within(cls, pages: Tensor, head_dim: int, format: KvFormat) -> "LayerCache":
+        """A cache in memory of somebody else's: K, V and their scales of a head's block in a row.
+
+        Args:
+            pages: uint8 (blocks, heads, block_size, bytes), which `token_bytes` says; the last two
+                and the first two without gaps between them.
+            head_dim: Channels of a head.
+            format: How numbers are kept.
+
+        Raises:
+            Unsupported: There are gaps.
+        """
+        blocks, heads, size, room = pages.shape
+        page, head, *rest = pages.stride()
+        if rest != [room, 1] or page != heads * head or head < size * room:
+            raise Unsupported(
+                f"KV pages of {tuple(pages.shape)} bytes have strides {pages.stride()}, and gaps "
+                "between them; give each layer pages of its own size, one after the other"
+            )
+        one, at, planes = sample(size, head_dim, format), pages.storage_offset(), []
+        for plane in (one.k, one.v, one.k_scale, one.v_scale):
+            if plane is not None:
+                own = pages.as_strided((blocks, heads, plane.nbytes), (page, head, 1), at)
+                at += plane.nbytes
+                plane = own.view(plane.dtype).unflatten(2, plane.shape[2:])
+            planes.append(plane)
+        k, v, *scales = planes
+        assert k is not None
+        assert v is not None
+        return cls(format, k, v, *scales)
+
     @property
     def by_kernels(self) -> bool:
         """Whether kernels read and write it, which look at nothing on the host."""
@@ -153,6 +185,16 @@ class LayerCache:
                 scale = scale[table].transpose(-3, -2).transpose(-5, -4).flatten(-4, -3)
             out.append(how.decode(found, scale, dtype))
         return out[0], out[1]
+
+
+def sample(size: int, head_dim: int, format: KvFormat) -> LayerCache:
+    """One head's block of tokens, laid out as `LayerCache.within` has it, without memory."""
+    return LayerCache.empty(1, 1, size, head_dim, format, torch.device("meta"))
+
+
+def token_bytes(head_dim: int, format: KvFormat) -> int:
+    """Of a token's head of K and V, with its scales."""
+    return sample(1, head_dim, format).nbytes
 
 
 def parts(

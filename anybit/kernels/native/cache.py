@@ -82,6 +82,8 @@ def refuse(cache: LayerCache) -> str | None:
     """None when the kernels take a cache, or why not."""
     if None in cache.kinds or ("model" in cache.kinds and cache.k.dtype not in FLOATS):
         return f"the cache is {cache.k.dtype}"
+    if cache.k.stride(1) != cache.k.shape[2:].numel():
+        return "heads do not lie one after the other"
     dim = cache.head_dim
     return f"head_dim={dim} is no multiple of 16" if dim % 16 else None
 

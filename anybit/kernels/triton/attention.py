@@ -26,6 +26,7 @@ from anybit.kernels.triton.attention_int8 import (
     nibbles,
     of_tokens,
     pages,
+    rows_of,
     share,
     sunk,
 )
@@ -105,16 +106,12 @@ def _half(codes, at_grid, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr, DTY
 
 @triton.jit
 def _decoded(
-    codes, grids, page, t, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    codes, at_grid, inside, GROUPS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Heads (TOKENS, D) of bytes (TOKENS, D / 2) in int4.
-
-    page: of each token, counted through all blocks and heads.
-    """
+    """Heads (TOKENS, D) of bytes (TOKENS, D / 2) in int4. at_grid: of each token."""
     TOKENS: tl.constexpr = codes.shape[0]
     SIZE: tl.constexpr = codes.shape[1]
     codes, codes_high = nibbles(codes)
-    at_grid = grids + page * (2 * GROUPS * BLOCK) + t % BLOCK
     half = _half(codes, at_grid, inside, GROUPS, BLOCK, DTYPE)
     high = _half(codes_high, at_grid + GROUPS * BLOCK, inside, GROUPS, BLOCK, DTYPE)
     both = tl.permute(tl.join(half, high), [0, 2, 1])
@@ -126,7 +123,8 @@ def _attend(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima, sinks,
     TABLE_STRIDE, BATCH, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
+    GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
+    V_GRID: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context.
@@ -166,8 +164,8 @@ def _attend(
         table = tables + seq.to(tl.int64) * TABLE_STRIDE
         ahead = pages(table, low, high, BLOCK, TOKENS)
         if PDL:  # K and V come from memory while the previous kernel ends
-            fetch(k_cache, ahead, low, kv_head, KV_HEADS, K_SIZE, BLOCK, TOKENS)
-            fetch(v_cache, ahead, low, kv_head, KV_HEADS, V_SIZE, BLOCK, TOKENS)
+            fetch(k_cache, ahead, low, kv_head, KV_HEADS, K_STEP, K_SIZE, BLOCK, TOKENS)
+            fetch(v_cache, ahead, low, kv_head, KV_HEADS, V_STEP, V_SIZE, BLOCK, TOKENS)
         after_previous(PDL)
         rows = tile * ROWS + tl.arange(0, ROWS)
         token = rows // GROUP
@@ -194,20 +192,22 @@ def _attend(
             t = at + tl.arange(0, TOKENS)
             inside = t < last
             in_blocks = ahead * KV_HEADS + kv_head
-            block = of_tokens(in_blocks * BLOCK, TOKENS)
-            at_v = v_cache + in_blocks.to(tl.int64) * (V_SIZE * BLOCK)
+            page = of_tokens(in_blocks, TOKENS)
+            at_v = v_cache + in_blocks.to(tl.int64) * V_STEP
             ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
-            row = (block + t % BLOCK).to(tl.int64)
-            page = (block // BLOCK).to(tl.int64)
-            k_at = k_cache + row[:, None] * K_SIZE + tl.arange(0, K_SIZE)[None, :]
-            keys = tl.load(k_at, inside[:, None], other=0)
+            row = rows_of(page, t % BLOCK, K_STEP, K_SIZE)
+            keys = tl.load(k_cache + row[:, None] + tl.arange(0, K_SIZE), inside[:, None], other=0)
+            if K_KIND == "int4" or K_KIND == "dynamic":
+                k_grids = k_scale + rows_of(page, t % BLOCK, K_GRID, 1)
+            if V_KIND == "int4" or V_KIND == "dynamic":
+                v_grids = v_scale + rows_of(page, t % BLOCK, V_GRID, 1)
             if K_KIND == "int4":
-                keys = _decoded(keys, k_scale, page, t, inside, GROUPS, BLOCK, DTYPE)
+                keys = _decoded(keys, k_grids, inside, GROUPS, BLOCK, DTYPE)
             elif K_KIND != "model":
                 keys = _float(keys, DTYPE)
             score = tl.dot(x, tl.trans(keys), input_precision="ieee") * unit[:, None]
             if K_KIND == "dynamic":
-                score *= tl.load(k_scale + row, inside, other=0)[None, :]
+                score *= tl.load(k_grids, inside, other=0)[None, :]
             seen = t[None, :] <= position[:, None]  # position < last
             if WINDOW > 0:
                 seen = seen & (t[None, :] > position[:, None] - WINDOW)
@@ -218,18 +218,19 @@ def _attend(
             fade = tl.exp2(most - base)
             total = total * fade + tl.sum(p, 1)
             if V_KIND == "model":
-                values = tl.load(v_cache + row[:, None] * D + d[None, :], inside[:, None], other=0)
+                row = rows_of(page, t % BLOCK, V_STEP, D)
+                values = tl.load(v_cache + row[:, None] + d[None, :], inside[:, None], other=0)
                 acc = acc * fade[:, None]
                 acc += tl.dot(p.to(DTYPE), values, input_precision="ieee")
             else:
                 values = tl.trans(lying(at_v, at, V_SIZE, BLOCK, TOKENS))  # p is 0 past the last
                 acc = acc * fade[:, None]
                 if V_KIND == "int4":
-                    values = _decoded(values, v_scale, page, t, inside, GROUPS, BLOCK, DTYPE)
+                    values = _decoded(values, v_grids, inside, GROUPS, BLOCK, DTYPE)
                 else:
                     values = _float(values, DTYPE)
                 if V_KIND == "dynamic":
-                    scale = tl.load(v_scale + row, inside, other=0)
+                    scale = tl.load(v_grids, inside, other=0)
                     most_scale = tl.maximum(tl.max(scale, 0), 1e-30)
                     p = (p * (scale / most_scale)[None, :]).to(DTYPE)
                     acc += tl.dot(p, values, input_precision="ieee") * most_scale
@@ -282,16 +283,18 @@ def _combine(
 
 def refuse(cache: LayerCache) -> str | None:
     """None when these kernels can be used on a cache, or why not."""
-    block, dim, kinds = cache.k.shape[2], cache.head_dim, cache.kinds
-    least = 32 if "int4" in kinds else 16  # the matrix unit takes 16 numbers at a time
-    if None in kinds or ("model" in kinds and kinds != ("model", "model")):
-        return f"they do not take K that is {kinds[0]} and V that is {kinds[1]}"
+    block, dim, both = cache.k.shape[2], cache.head_dim, cache.kinds
+    least = 32 if "int4" in both else 16  # the matrix unit takes 16 numbers at a time
+    if None in both or ("model" in both and both != ("model", "model")):
+        return f"they do not take K that is {both[0]} and V that is {both[1]}"
     if dim < least or dim & (dim - 1):
         return f"the head dimension is {dim}, not a power of two of at least {least}"
     if block & (block - 1):
         return f"the block size is {block}, not a power of two"
-    if (heads := cache.k.shape[:3].numel()) >= 2**31:
-        return f"{heads} heads of tokens in a layer's cache are more than 2**31 - 1"
+    steps = kinds(cache)
+    step = max(steps["K_STEP"] // cache.k.shape[3], steps["K_GRID"], steps["V_GRID"])
+    if (rows := cache.k.shape[:2].numel() * step) >= 2**31:
+        return f"{rows} rows of a layer's cache are more than 2**31 - 1"
     room, size = shared_memory(cache.k.device), cache.k.element_size()
     smallest = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
     if (need := shared_bytes(smallest, dim, max(2, size), head_bytes(cache))) > room:

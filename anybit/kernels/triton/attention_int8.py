@@ -117,9 +117,19 @@ def lying(first, at, PART: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constex
 
 
 @triton.jit
+def rows_of(page, place, STEP: tl.constexpr, SIZE: tl.constexpr):
+    """Numbers before a token's SIZE, at its place in a page of a head; pages lie STEP apart."""
+    if STEP % SIZE == 0:  # one instruction; `refuse` counts what 32 bits hold
+        out = (page * (STEP // SIZE) + place).to(tl.int64) * SIZE
+    else:
+        out = page.to(tl.int64) * STEP + place * SIZE
+    return out
+
+
+@triton.jit
 def fetch(
-    cache, blocks, at, kv_head, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    cache, blocks, at, kv_head, KV_HEADS: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Bring TOKENS tokens from `at` on into the L2, SIZE numbers each; blocks: their `pages`.
 
@@ -127,13 +137,12 @@ def fetch(
     """
     if not NO_PTX:
         line: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
-        row = of_tokens((blocks * KV_HEADS + kv_head) * BLOCK, TOKENS)
-        row = (row + (at + tl.arange(0, TOKENS)) % BLOCK).to(tl.int64)
+        page = of_tokens(blocks * KV_HEADS + kv_head, TOKENS)
+        row = rows_of(page, (at + tl.arange(0, TOKENS)) % BLOCK, STEP, SIZE)
         for i in tl.static_range((SIZE + line - 1) // line):
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
-                [(cache + row * SIZE + i * line).to(tl.int64)], dtype=tl.int32, is_pure=False,
-                pack=1,
+                [(cache + row + i * line).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
 
 
@@ -179,7 +188,8 @@ def _attend_int8(
     q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, sinks,
     TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
+    V_GRID: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one K head of a sequence against a part of its context.
 
@@ -203,12 +213,12 @@ def _attend_int8(
     K_SIZE: tl.constexpr = D // 2 if K_KIND == "int4" else D  # bytes of a token's head
     V_SIZE: tl.constexpr = D // 2 if V_KIND == "int4" else D
     if PDL:  # K and V come from memory while the previous kernel ends
-        fetch(k_cache, ahead, low, kv_head, KV_HEADS, K_SIZE, BLOCK, TOKENS)
-        fetch(v_cache, ahead, low, kv_head, KV_HEADS, V_SIZE, BLOCK, TOKENS)
+        fetch(k_cache, ahead, low, kv_head, KV_HEADS, K_STEP, K_SIZE, BLOCK, TOKENS)
+        fetch(v_cache, ahead, low, kv_head, KV_HEADS, V_STEP, V_SIZE, BLOCK, TOKENS)
         if K_KIND != "static":
-            fetch(k_scale, ahead, low, kv_head, KV_HEADS, K_PARTS, BLOCK, TOKENS)
+            fetch(k_scale, ahead, low, kv_head, KV_HEADS, K_GRID, K_PARTS, BLOCK, TOKENS)
         if V_KIND != "static":
-            fetch(v_scale, ahead, low, kv_head, KV_HEADS, V_PARTS, BLOCK, TOKENS)
+            fetch(v_scale, ahead, low, kv_head, KV_HEADS, V_GRID, V_PARTS, BLOCK, TOKENS)
     after_previous(PDL)
 
     HEADS: tl.constexpr = 4 if GROUP <= 4 else 8
@@ -241,25 +251,27 @@ def _attend_int8(
     for at in range(low, high, TOKENS):
         t = at + tl.arange(0, TOKENS)
         inside = t < context  # K and V are loaded whole: past the context, p is 0
-        page = ahead * KV_HEADS + kv_head
-        block = of_tokens(page * BLOCK, TOKENS)
-        at_v = v_cache + page.to(tl.int64) * (V_SIZE * BLOCK)
+        in_blocks = ahead * KV_HEADS + kv_head
+        page = of_tokens(in_blocks, TOKENS)
+        at_v = v_cache + in_blocks.to(tl.int64) * V_STEP
         ahead = pages(table, at + TOKENS, high, BLOCK, TOKENS)
-        row = block + t % BLOCK
-        at_k = k_cache + row.to(tl.int64)[:, None] * K_SIZE + d[None, :]
-        grids = row.to(tl.int64) + block * (2 * GROUPS - 1)
+        at_k = k_cache + rows_of(page, t % BLOCK, K_STEP, K_SIZE)[:, None] + d[None, :]
+        if K_KIND != "static":
+            k_grids = k_scale + rows_of(page, t % BLOCK, K_GRID, 1)
+        if V_KIND != "static":
+            v_grids = v_scale + rows_of(page, t % BLOCK, V_GRID, 1)
         if K_KIND == "int4":
             score = tl.zeros([TOKENS, HEADS], tl.float32)
             for g in tl.static_range(GROUPS):
                 codes, codes_high = nibbles(tl.load(at_k + g * K_PART))
-                at_grid = k_scale + grids + g * BLOCK
+                at_grid = k_grids + g * BLOCK
                 high_grid = at_grid + GROUPS * BLOCK
                 score += _scores(codes, digits[g], wholes[g], at_grid)
                 score += _scores(codes_high, digits[GROUPS + g], wholes[GROUPS + g], high_grid)
         else:
             score = _both(tl.dot(tl.load(at_k), digits[0]))  # type: ignore[misc]
             if K_KIND == "dynamic":
-                score *= tl.load(k_scale + row)[:, None]
+                score *= tl.load(k_grids)[:, None]
         score *= unit[None, :]
         seen = inside
         if WINDOW > 0:
@@ -273,10 +285,10 @@ def _attend_int8(
             largest_scale = tl.zeros([TOKENS], tl.float32)
             for i in tl.static_range(V_PARTS):
                 if V_KIND == "int4":
-                    scale, offset = grid_of(tl.load(v_scale + grids + i * BLOCK, inside, other=0))
+                    scale, offset = grid_of(tl.load(v_grids + i * BLOCK, inside, other=0))
                     offsets = offsets + (offset,)
                 else:
-                    scale = tl.load(v_scale + row, inside, other=0)
+                    scale = tl.load(v_grids, inside, other=0)
                 scales = scales + (scale * 126.0,)
                 largest_scale = tl.maximum(largest_scale, scale)
             exponent = (largest_scale.to(tl.int32, bitcast=True) >> 23) - 126

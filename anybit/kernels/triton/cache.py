@@ -21,6 +21,7 @@ def _write(
     qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
     STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUPS: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr, V_GRID: tl.constexpr,
     NORM: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
@@ -58,19 +59,25 @@ def _write(
         if slot >= 0:  # a padded row of a graph has nowhere to go
             if first < HEADS + KV_HEADS:
                 head -= HEADS
-                block = slot // BLOCK * KV_HEADS + head
+                page = slot // BLOCK * KV_HEADS + head
+                k_to, k_grids = k_cache + page * K_STEP, k_scale
+                if K_KIND == "int4" or K_KIND == "dynamic":
+                    k_grids += page * K_GRID + slot % BLOCK
                 if K_KIND == "int4":
-                    _store_int4(a, b, k_cache, k_scale, block, slot, BLOCK, GROUPS, False)
+                    _store_int4(a, b, k_to, k_grids, slot, BLOCK, GROUPS, False)
                 else:
-                    _store(a, b, k_cache, k_scale, block, slot, head, BLOCK, K_KIND, False)
+                    _store(a, b, k_to, k_grids, slot, head, BLOCK, K_KIND, False)
             else:
                 head -= HEADS + KV_HEADS
-                block = slot // BLOCK * KV_HEADS + head
+                page = slot // BLOCK * KV_HEADS + head
+                v_to, v_grids = v_cache + page * V_STEP, v_scale
+                if V_KIND == "int4" or V_KIND == "dynamic":
+                    v_grids += page * V_GRID + slot % BLOCK
                 TURNED: tl.constexpr = V_KIND != "model"
                 if V_KIND == "int4":
-                    _store_int4(a, b, v_cache, v_scale, block, slot, BLOCK, GROUPS, TURNED)
+                    _store_int4(a, b, v_to, v_grids, slot, BLOCK, GROUPS, TURNED)
                 else:
-                    _store(a, b, v_cache, v_scale, block, slot, head, BLOCK, V_KIND, TURNED)
+                    _store(a, b, v_to, v_grids, slot, head, BLOCK, V_KIND, TURNED)
 
 
 @triton.jit
@@ -96,18 +103,13 @@ def _butterfly(x, STRIDE: tl.constexpr):
 
 @triton.jit
 def _store_int4(
-    a, b, cache, grids, block, slot, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
+    a, b, to, grids, slot, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TURNED: tl.constexpr
+):
     """Both halves of a token's heads in int4, with GROUPS grids each; see `_store`."""
     HALF: tl.constexpr = a.shape[1]
     d = tl.arange(0, HALF)[None, :]
-    if TURNED:
-        at = cache + (block * HALF + d) * BLOCK + slot % BLOCK
-    else:
-        at = cache + (block * BLOCK + slot % BLOCK) * HALF + d
-    group = block * (2 * GROUPS) + tl.arange(0, GROUPS)[None, :]
-    at_grid = grids + group * BLOCK + slot % BLOCK
+    at = to + d * BLOCK + slot % BLOCK if TURNED else to + slot % BLOCK * HALF + d
+    at_grid = grids + tl.arange(0, GROUPS)[None, :] * BLOCK
     code, word = _int4(a, GROUPS)
     code_b, word_b = _int4(b, GROUPS)
     tl.store(at_grid, word)
@@ -136,32 +138,30 @@ def _int4(x, GROUPS: tl.constexpr):
 
 @triton.jit
 def _store(
-    a, b, cache, scales, block, slot, head, BLOCK: tl.constexpr, KIND: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
+    a, b, to, scales, slot, head, BLOCK: tl.constexpr, KIND: tl.constexpr, TURNED: tl.constexpr
+):
     """Both halves (heads, HALF) of a token's heads (heads, 1), quantized if the cache is int8.
 
-    block (heads, 1): counted through all blocks and heads. TURNED: tokens of a block lie side by
-    side for each channel.
+    to (heads, 1): where the heads' block begins. scales: of the token, or static ones. TURNED:
+    tokens of a block lie side by side for each channel.
     """
     HALF: tl.constexpr = a.shape[1]
     d = tl.arange(0, HALF)[None, :]
-    row = block * BLOCK + slot % BLOCK
     if TURNED:
-        at = cache + (block * (2 * HALF) + d) * BLOCK + slot % BLOCK
+        at = to + d * BLOCK + slot % BLOCK
         other = at + HALF * BLOCK
     else:
-        at = cache + row * (2 * HALF) + d
+        at = to + slot % BLOCK * (2 * HALF) + d
         other = at + HALF
     if KIND == "model":
-        a, b = a.to(cache.dtype.element_ty), b.to(cache.dtype.element_ty)
+        a, b = a.to(to.dtype.element_ty), b.to(to.dtype.element_ty)
     elif KIND == "static":
         channel = scales + head * (2 * HALF) + d
         a, b = _int8(a, tl.load(channel)), _int8(b, tl.load(channel + HALF))
     else:
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))[:, None]
         scale = tl.maximum(tl.div_rn(largest, largest * 0 + 127.0), 1e-10)
-        tl.store(scales + row, scale)
+        tl.store(scales, scale)
         a, b = _int8(a, scale + a * 0), _int8(b, scale + b * 0)
     tl.store(at, a)
     tl.store(other, b)
@@ -209,9 +209,15 @@ def planes(cache: LayerCache) -> tuple[Tensor | None, ...]:
 
 
 def kinds(cache: LayerCache) -> dict[str, Any]:
-    """What else kernels know of a cache."""
+    """What else kernels know of a cache: STEP and GRID lie between one head's block and the next,
+    in numbers of K and V and of their scales.
+    """
     k, v = cache.kinds
-    return {"K_KIND": k, "V_KIND": v, "GROUPS": cache.groups}
+    names = "K_STEP", "V_STEP", "K_GRID", "V_GRID"
+    steps = {
+        n: t.stride(1) if t is not None else 0 for n, t in zip(names, planes(cache), strict=True)
+    }
+    return {"K_KIND": k, "V_KIND": v, "GROUPS": cache.groups, **steps}
 
 
 settle(globals())
