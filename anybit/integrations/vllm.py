@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import vllm.config.cache
 from torch import nn
 from vllm.model_executor.layers.quantization import (
     get_quantization_config,
@@ -59,6 +60,10 @@ def register() -> None:
     except ValueError:  # not there yet
         pass
     register_quantization_config(METHOD)(AnybitConfig)
+    if hasattr(vllm.config.cache, "register_kv_cache_dtype"):  # since vLLM 0.33
+        from anybit.integrations import vllm_attention
+
+        vllm_attention.register()
     if find_spec("llvmlite"):
         # On a CPU, vLLM reads `vars` of all that modules hold, and this object has none: whatever
         # it is asked for, `__dict__` included, it gives a function of LLVM's.

@@ -304,7 +304,8 @@ class Family:
         Args:
             qkv: (T, (heads + 2 kv_heads) * D).
             cache: That this family does not refuse.
-            rope: Cosines and sines (positions, D / 2) fp32; kernels do not take None.
+            rope: Cosines and sines (positions, D / 2) fp32; None: Q and K are rotated already. A
+                CPU's kernels do not take None.
             positions: (T,), of each token in its text.
             slots: (T,): block * block_size + offset; kernels store no token whose slot is negative.
             heads: Of Q.

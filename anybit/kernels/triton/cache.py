@@ -30,8 +30,9 @@ def _write(
     d = tl.arange(0, HALF)[None, :]
     head = first + tl.arange(0, TOGETHER)[:, None]
     slot = tl.load(slots + token).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)
-    c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
+    if cos is not None:
+        position = tl.load(positions + token).to(tl.int64)
+        c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
     after_previous(PDL)
     at = qkv + token * STRIDE + head * (2 * HALF) + d
     x = tl.load(at)
@@ -46,9 +47,10 @@ def _write(
             inverse = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
             a = ((a * inverse).to(dtype) * low).to(dtype).to(tl.float32)
             b = ((b * inverse).to(dtype) * high).to(dtype).to(tl.float32)
-        rotated = (a * c - b * s).to(dtype).to(tl.float32)
-        b = (b * c + a * s).to(dtype).to(tl.float32)
-        a = rotated
+        if cos is not None:
+            rotated = (a * c - b * s).to(dtype).to(tl.float32)
+            b = (b * c + a * s).to(dtype).to(tl.float32)
+            a = rotated
         if K_KIND == "int4":
             a, b = _spread(a, b)
     if first < HEADS:
@@ -184,15 +186,14 @@ def write(
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """`Family.write`."""
-    assert rope is not None
     tokens, (_, kv_heads, block, _), dim = len(qkv), cache.k.shape, cache.head_dim
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         together = math.gcd(heads, kv_heads, 4)
         _write[(tokens, (heads + 2 * kv_heads) // together)](
-            qkv, q, *planes(cache), *rope, positions, slots, q_norm, k_norm, qkv.stride(0),
-            eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
+            qkv, q, *planes(cache), *(rope or (None, None)), positions, slots, q_norm, k_norm,
+            qkv.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
             **kinds(cache), NORM=norms is not None,
             TOGETHER=together, num_warps=together, **overlap(q.device),
         )  # fmt: skip
