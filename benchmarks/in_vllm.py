@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--head", help="a scheme of anybit's for the output head")
-    parser.add_argument("--kv", default="auto", help="vLLM's kv_cache_dtype: fp8, ...")
+    parser.add_argument("--kv", default="auto", help="kv_cache_dtype: fp8, anybit_int4, ...")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batches", default="1,16,64,128,256")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor in graphs")
@@ -280,6 +280,8 @@ def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
         options["quantization"] = "anybit"
     if args.turns:  # others have the rest of the memory
         options["kv_cache_memory_bytes"] = cache_bytes(args, max(batches))
+    if args.kv.startswith("anybit_"):
+        options["attention_backend"] = "CUSTOM"
     if args.ranks > 1:
         options |= {"tensor_parallel_size": args.ranks, "disable_custom_all_reduce": True}
     return vllm.LLM(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.config.cache import get_kv_cache_dtype_handler, register_kv_cache_dtype
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -38,6 +39,7 @@ FORMATS = {f"anybit_{name}": format for name, format in KV_FORMATS.items()}  # b
 # A spec of vLLM's names no format, but a dtype; so each format has one, which means nothing else.
 DTYPES = dict(zip(FORMATS, (torch.int8, torch.uint16, torch.uint8, torch.int16), strict=False))
 PLAIN = ("auto", "float16", "bfloat16")  # vLLM's names of a cache in the model's dtype
+logger = init_logger(__name__)
 BLOCKS = (16, 32, 64, 128)  # tokens of a page that kernels take
 LEAST_CAPABILITY = 80
 
@@ -193,6 +195,8 @@ class Attention(AttentionImpl[Step]):
         self.format = FORMATS.get(kv_cache_dtype) or plain(torch.get_default_dtype())
         self.scores = Scores(scale, sliding_window, sinks=sinks)
         self.format.check(head_size)
+        if self.format.loss:
+            logger.warning_once("%s: %s", kv_cache_dtype, self.format.loss)
         size = token_bytes(head_size, self.format)
         self.pages = torch.zeros(1, self.num_kv_heads, BLOCKS[0], size, dtype=torch.uint8)
         self.cache = LayerCache.within(self.pages, head_size, self.format)

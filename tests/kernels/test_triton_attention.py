@@ -213,10 +213,9 @@ def test_padding_is_not_stored_and_attends_to_nothing() -> None:
     """A graph's unused rows: slot -1 and context 0."""
     cache = make_cache(2, 16, "model", DTYPES[0])
     qkv = random(3, 8 * 16, dtype=DTYPES[0])
-    rope = tuple(torch.ones(4, 8, device=DEVICE) for _ in range(2))
     slots = torch.tensor([5, -1, -1], device=DEVICE)
-    zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    q = FAMILY.write(qkv, cache, rope, zeros, slots, 4)
+    q = FAMILY.write(qkv, cache, None, slots, slots, 4)
+    assert torch.equal(q.flatten(1), qkv[:, : 4 * 16])  # it was rotated before
     assert cache.k.flatten(2).any(-1).sum() == 2  # one slot of two heads
     contexts = torch.tensor([6, 0, 0], dtype=torch.int32, device=DEVICE)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
@@ -304,7 +303,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend_int8", "k8v4", WHOLE | {"GROUPS": 2}, 2),
     (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 4}, 4),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4}, 4),
-    (90, "_write", "int4", {"NORM": True, "TOGETHER": 4}, 4),
+    (90, "_write", "int4", {"NORM": True, "TOGETHER": 4} | dict.fromkeys(("cos", "sin")), 4),
     (90, "_combine", "model", {"MOST": 32, "WINDOW": 64}, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_token", "model", PLAIN | {"FUSE": "", "LARGEST": 127, "WIDE": 1024, "MOST": 14}, 4),
