@@ -217,9 +217,8 @@ class Attention(AttentionImpl[Step]):
             self.cache = LayerCache.within(self.pages, self.head_size, self.format)
         batch = attn_metadata.batch
         tokens = len(batch.slots)
-        qkv = torch.cat([x[:tokens] for x in (query, key, value)], 1).flatten(1)
+        q, k, v = (x[:tokens].flatten(1) for x in (query, key, value))
         family, at = self.cache.family, (batch.positions, batch.slots)
-        q = family.write(qkv, self.cache, None, *at, self.num_heads)
-        out = family.attend(q, self.cache, batch, self.scores)
-        output[:tokens].copy_(out.view_as(output[:tokens]))
+        q = family.write(q, self.cache, None, *at, self.num_heads, kv=(k, v))
+        family.attend(q, self.cache, batch, self.scores, output[:tokens].view_as(q))
         return output

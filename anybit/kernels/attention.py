@@ -144,12 +144,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-def gathered(q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores) -> Tensor:
+def gathered(
+    q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores, out: Tensor | None = None
+) -> Tensor:
     """Attention of queries (T, heads, head_dim) over what the cache holds of their sequences.
 
     The definition, in plain torch: pages are gathered, dequantized and given to torch's attention.
     """
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     if batch.decodes:
         out[: batch.decodes] = decode(q[: batch.decodes], cache, batch, scores)
     prompts(q, cache, batch, scores, out)

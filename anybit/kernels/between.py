@@ -298,6 +298,7 @@ class Family:
         self, qkv: Tensor, cache: "LayerCache", rope: tuple[Tensor, Tensor] | None,
         positions: Tensor, slots: Tensor, heads: int,
         norms: tuple[Tensor, Tensor, float] | None = None,
+        kv: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Store K and V, and return Q (T, heads, D), normed, rotated, and turned as K is.
 
@@ -310,8 +311,10 @@ class Family:
             slots: (T,): block * block_size + offset; kernels store no token whose slot is negative.
             heads: Of Q.
             norms: RMSNorm weights (D,) of Q's and K's heads, and the epsilon.
+            kv: K and V (T, kv_heads * D) where `qkv` is Q alone, which a CPU's kernels do not take.
         """
         kv_heads = cache.k.shape[1]
+        qkv = qkv if kv is None else torch.cat((qkv, *kv), 1)
         q, k, v = qkv.unflatten(1, (-1, cache.head_dim)).split([heads, kv_heads, kv_heads], dim=1)
         if norms is not None:
             q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
@@ -321,9 +324,15 @@ class Family:
         cache.store(k, v, slots)
         return cache.format.k.turn(q).to(q.dtype)
 
-    def attend(self, q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores) -> Tensor:
-        """Attention of `write`'s queries (T, heads, D) over what the cache holds of their texts."""
-        return gathered(q, cache, batch, scores)
+    def attend(
+        self, q: Tensor, cache: "LayerCache", batch: Batch, scores: Scores,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of `write`'s queries (T, heads, D) over what the cache holds of their texts.
+
+        It is put into `out`, if that is given.
+        """
+        return gathered(q, cache, batch, scores, out)
 
     # Other work.
 

@@ -211,11 +211,16 @@ def close(a: Tensor, b: Tensor, dtype: torch.dtype, atol: float = 1e-5) -> None:
 
 def test_padding_is_not_stored_and_attends_to_nothing() -> None:
     """A graph's unused rows: slot -1 and context 0."""
-    cache = make_cache(2, 16, "model", DTYPES[0])
+    cache, other = (make_cache(2, 16, "model", DTYPES[0]) for _ in range(2))
     qkv = random(3, 8 * 16, dtype=DTYPES[0])
     slots = torch.tensor([5, -1, -1], device=DEVICE)
+    q, k, v = qkv.split([64, 32, 32], 1)
+    alone = FAMILY.write(q, other, None, slots, slots, 4, kv=(k.clone(), v))
     q = FAMILY.write(qkv, cache, None, slots, slots, 4)
-    assert torch.equal(q.flatten(1), qkv[:, : 4 * 16])  # it was rotated before
+    assert torch.equal(q, alone)
+    assert torch.equal(q.flatten(1), qkv[:, :64])  # it was rotated before
+    for mine, theirs in zip(cache.of_tokens, other.of_tokens, strict=True):
+        assert torch.equal(mine, theirs)
     assert cache.k.flatten(2).any(-1).sum() == 2  # one slot of two heads
     contexts = torch.tensor([6, 0, 0], dtype=torch.int32, device=DEVICE)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
@@ -264,10 +269,11 @@ def test_what_is_left_to_torch(
 POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions": "*i32",
             "slots": "*i32", "sums": "*fp32", "maxima": "*fp32", "cos": "*fp32", "sin": "*fp32",
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
-            "SCALE": "fp32", "EPS": "fp32", "K": "i32", "N": "i32", "X_STRIDE": "i32",
-            "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32", "UP_STRIDE": "i32",
-            "BATCH": "i32", "SPLITS": "i32", "pairs": "*i32", "V": "i32", "best": "*i32",
-            "tokens": "*i32", "keys": "*i32", "temperature": "*fp32", "least": "*fp32",
+            "K_STRIDE": "i32", "V_STRIDE": "i32", "SCALE": "fp32", "EPS": "fp32", "K": "i32",
+            "N": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32",
+            "UP_STRIDE": "i32", "BATCH": "i32", "SPLITS": "i32", "pairs": "*i32", "V": "i32",
+            "best": "*i32", "tokens": "*i32", "keys": "*i32", "temperature": "*fp32",
+            "least": "*fp32",
             "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64, "K_STEP": 2304, "V_STEP": 2304, "K_GRID": 576,

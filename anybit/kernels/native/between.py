@@ -51,11 +51,13 @@ class Native(Family):
     refuse_cache = staticmethod(cache.refuse)
     write = staticmethod(cache.write)
 
-    def attend(self, q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Tensor | None = None
+    ) -> Tensor:
         if scores.mask is not None:  # the kernels have none
-            return gathered(q, cache, batch, scores)
+            return gathered(q, cache, batch, scores, out)
         n, longest = batch.decodes, batch.tables.shape[1] * cache.k.shape[2]
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         if n:
             attention.attend(q[:n], cache, batch.single, longest, scores, out[:n])
         if n == len(batch.queries):

@@ -107,9 +107,11 @@ def write(
     slots: Tensor,
     heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`Family.write`."""
     assert rope is not None
+    assert kv is None
     _, kv_heads, block, _ = cache.k.shape
     qkv, positions, slots = qkv.contiguous(), positions.int(), slots.int()
     q = torch.empty(len(qkv), heads, cache.head_dim, dtype=qkv.dtype)

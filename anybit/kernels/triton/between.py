@@ -76,11 +76,13 @@ class Triton(Family):
     refuse_cache = staticmethod(attention.refuse)
     write = staticmethod(cache.write)
 
-    def attend(self, q: Tensor, cache: LayerCache, batch: Batch, scores: Scores) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: LayerCache, batch: Batch, scores: Scores, out: Tensor | None = None
+    ) -> Tensor:
         if scores.softcap is not None or scores.mask is not None:  # the kernels have none
-            return gathered(q, cache, batch, scores)
+            return gathered(q, cache, batch, scores, out)
         how, sinks = (scores.scale, scores.window), scores.sinks
-        out, n = torch.empty_like(q), batch.decodes
+        out, n = torch.empty_like(q) if out is None else out, batch.decodes
         if n:
             attention.attend(q[:n], cache, *batch.single, *how, out=out[:n], sinks=sinks)
         # Torch's kernels are faster for whole prompts. A graph does not know its prompts' lengths.

@@ -18,11 +18,11 @@ from anybit.kernels.triton.lang import settle
 
 @triton.jit
 def _write(
-    qkv, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight, k_weight,
-    STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, GROUPS: tl.constexpr,
-    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr, V_GRID: tl.constexpr,
-    NORM: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    qkv, k, v, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight,
+    k_weight, STRIDE, K_STRIDE, V_STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
+    V_GRID: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
     launch_next(PDL)
@@ -34,7 +34,13 @@ def _write(
         position = tl.load(positions + token).to(tl.int64)
         c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
     after_previous(PDL)
-    at = qkv + token * STRIDE + head * (2 * HALF) + d
+    heads = qkv + token * STRIDE + first * (2 * HALF)
+    if k is not None:  # they lie elsewhere
+        if first >= HEADS + KV_HEADS:
+            heads = v + token * V_STRIDE + (first - HEADS - KV_HEADS) * (2 * HALF)
+        elif first >= HEADS:
+            heads = k + token * K_STRIDE + (first - HEADS) * (2 * HALF)
+    at = heads + tl.arange(0, TOGETHER)[:, None] * (2 * HALF) + d
     x = tl.load(at)
     dtype = x.dtype
     a, b = x.to(tl.float32), tl.load(at + HALF).to(tl.float32)
@@ -184,16 +190,19 @@ def write(
     slots: Tensor,
     heads: int,
     norms: tuple[Tensor, Tensor, float] | None = None,
+    kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`Family.write`."""
     tokens, (_, kv_heads, block, _), dim = len(qkv), cache.k.shape, cache.head_dim
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
+        k, v = kv or (None, None)
+        strides = [0 if x is None else x.stride(0) for x in (qkv, k, v)]
         together = math.gcd(heads, kv_heads, 4)
         _write[(tokens, (heads + 2 * kv_heads) // together)](
-            qkv, q, *planes(cache), *(rope or (None, None)), positions, slots, q_norm, k_norm,
-            qkv.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
+            qkv, k, v, q, *planes(cache), *(rope or (None, None)), positions, slots, q_norm, k_norm,
+            *strides, eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
             **kinds(cache), NORM=norms is not None,
             TOGETHER=together, num_warps=together, **overlap(q.device),
         )  # fmt: skip
