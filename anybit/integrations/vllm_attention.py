@@ -198,11 +198,17 @@ class Attention(AttentionImpl[Step]):
         if self.format.loss:
             logger.warning_once("%s: %s", kv_cache_dtype, self.format.loss)
         size = token_bytes(head_size, self.format)
-        self.pages = torch.zeros(1, self.num_kv_heads, BLOCKS[0], size, dtype=torch.uint8)
-        self.cache = LayerCache.within(self.pages, head_size, self.format)
-        if self.pages.is_cuda and not self.cache.by_kernels:
-            reason = of(self.pages).refuse_cache(self.cache)
-            raise Unsupported(f"no kernel takes a cache of {kv_cache_dtype}: {reason}")
+        # One page, until vLLM has more: so kernels refuse a layer before memory is taken.
+        self.use(torch.zeros(1, self.num_kv_heads, BLOCKS[0], size, dtype=torch.uint8))
+
+    def use(self, pages: Tensor) -> None:
+        """Keep K and V in pages (blocks, kv_heads, block_size, bytes) from now on."""
+        self.pages, self.cache = pages, LayerCache.within(pages, self.head_size, self.format)
+        if pages.is_cuda and not self.cache.by_kernels:
+            reason = of(pages).refuse_cache(self.cache)
+            raise Unsupported(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: {reason}; use another attention backend"
+            )
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -213,8 +219,7 @@ class Attention(AttentionImpl[Step]):
         if attn_metadata is None:  # memory is measured; there is no cache yet
             return output.zero_()
         if kv_cache.data_ptr() != self.pages.data_ptr() or len(kv_cache) != len(self.pages):
-            self.pages = kv_cache.view(torch.uint8)
-            self.cache = LayerCache.within(self.pages, self.head_size, self.format)
+            self.use(kv_cache.view(torch.uint8))
         batch = attn_metadata.batch
         tokens = len(batch.slots)
         q, k, v = (x[:tokens].flatten(1) for x in (query, key, value))
