@@ -22,7 +22,9 @@ from anybit.kernels import viterbi
 from anybit.kernels.attention import Batch, Scores, gathered, rotate
 from anybit.kernels.backend import Activations, Pairs
 from anybit.kernels.races import waits
+from anybit.kernels.recurrences import Scan, taken, write
 from anybit.kernels.reference import FINER, quantize_tokens, quantized_activation, rest
+from anybit.kernels.scans import Texts
 
 if TYPE_CHECKING:
     from anybit.kernels.kv.cache import LayerCache
@@ -333,6 +335,51 @@ class Family:
         It is put into `out`, if that is given.
         """
         return gathered(q, cache, batch, scores, out)
+
+    # Recurrent states.
+
+    def recur(
+        self, scan: Scan, states: list[Tensor], x: Tensor, texts: Texts, rows: Tensor,
+        seen: Tensor, to: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Outputs (T, M) of texts, whose states (rows, ...) go on.
+
+        Args:
+            scan: What makes outputs and states.
+            states: Of all rows.
+            x: Inputs (T, N).
+            texts: To which these belong, n of them.
+            rows: Whose states each text has, (n,).
+            seen: Tokens that these have seen, (n,); 0: they are zeros, whatever the row holds.
+            to: Rows that get the states that the scan gives, or None. Row 0 may get any.
+        """
+        y, after = scan(taken(states, rows, seen), x, texts)
+        if to is not None:
+            write(states, to, after)
+        return y
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float,
+        gate_first: bool,
+    ) -> Tensor:  # fmt: skip
+        """RMSNorm of groups of channels of x (T, N) fp32, and its product with SiLU(gate).
+
+        Args:
+            x: What is normed.
+            gate: (T, N), whose dtype the result has.
+            weight: Of the norm, (groups, N / groups), or (1, N / groups) for all of them; None:
+                there is no norm.
+            groups: Of channels.
+            eps: Of the norm.
+            gate_first: Whether the gate comes before the norm.
+        """
+        by = F.silu(gate.float())
+        if weight is None:
+            return (x * by).to(gate.dtype)
+        x = (x * by if gate_first else x).unflatten(1, (groups, -1))
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        x = (x * weight.float()).flatten(1)
+        return (x if gate_first else x * by).to(gate.dtype)
 
     # Other work.
 

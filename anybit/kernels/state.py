@@ -4,18 +4,16 @@ A `Memory` says what one layer needs, and makes the empty `LayerState` of an eng
 kind (`anybit.kernels.kv.cache`); states that every token changes are the other.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from anybit.kernels.attention import Batch, Run
+from anybit.kernels.between import of
 from anybit.kernels.kv.format import KvFormat, zeros
+from anybit.kernels.recurrences import Scan, taken, write
 from anybit.kernels.scans import Padded, Singles, Texts, joined
-
-# From states (n, ...) and inputs (T, N) of n texts to outputs (T, M) and new states.
-Scan = Callable[[list[Tensor], Tensor, Texts], tuple[Tensor, list[Tensor]]]
 
 
 class Room(NamedTuple):
@@ -116,8 +114,7 @@ class RowStates:
         for run in batch.runs:
             own = x[run.tokens]
             if late is None:
-                y, after = scan(taken(states, run.rows, run.first), own, run.texts)
-                write(states, run.to, after)
+                y = of(x).recur(scan, states, own, run.texts, run.rows, run.first, run.to)
             else:
                 y = late.advance(states, scan, own, run)
             out.append(y)
@@ -151,17 +148,20 @@ class Late(NamedTuple):
         rows, stay = run.rows, run.stay
         # A row's last text may have seen more.
         seen = torch.minimum(self.seen.index_select(0, rows), stay)
-        _, before = scan(taken(states, rows, seen), *self.between(rows, seen, stay))
         if not isinstance(run.texts, Singles):
+            _, before = scan(taken(states, rows, seen), *self.between(rows, seen, stay))
             y, after = scan(before, x, run.texts)
             text, _, passed = run.texts.ends
             write(states, run.to, after)
             self.seen[run.to] = stay[text] + passed
             return y
-        write(states, rows, before)  # drafted tokens of one text all write the same
+        recur = of(x).recur
+        # The first of a text's tokens, which lie side by side, writes its states.
+        to = torch.where(rows == torch.cat([rows.new_zeros(1), rows[:-1]]), 0, rows)
+        recur(scan, states, *self.between(rows, seen, stay), rows, seen, to)
         self.seen[rows] = stay
         self.inputs.flatten(0, 1)[self.places(rows, run.first)] = x
-        y, _ = scan(before, *self.between(rows, stay, run.first + 1))
+        y = recur(scan, states, *self.between(rows, stay, run.first + 1), rows, stay, None)
         last = torch.arange(len(x), dtype=rows.dtype, device=x.device) * self.back
         return y.index_select(0, last + run.first - stay)
 
@@ -177,16 +177,3 @@ class Late(NamedTuple):
         places = self.places(rows[:, None], first[:, None] + own).flatten()
         found = self.inputs.flatten(0, 1).index_select(0, places)
         return found.masked_fill(~texts.real.view(-1, 1), 0), texts
-
-
-def taken(states: list[Tensor], rows: Tensor, seen: Tensor) -> list[Tensor]:
-    """States of rows that have seen so many tokens: zeros where these are none."""
-    going = seen > 0
-    return [
-        torch.where(going.view(-1, *[1] * (s.ndim - 1)), s.index_select(0, rows), 0) for s in states
-    ]
-
-
-def write(states: list[Tensor], rows: Tensor, new: list[Tensor]) -> None:
-    for state, own in zip(states, new, strict=True):
-        state[rows] = own.to(state.dtype)

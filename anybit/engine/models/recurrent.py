@@ -15,33 +15,22 @@ from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import rms_norm
-from anybit.kernels.scans import Texts, convolved, delta_rule, selective, state_space
+from anybit.kernels.between import of, rms_norm
+from anybit.kernels.recurrences import Act, Convolution, DeltaRule, StateSpace
+from anybit.kernels.scans import Texts, selective
 from anybit.kernels.state import Recurrence, RowStates
 
-State = tuple[tuple[int, ...], torch.dtype]
 
-
-class Convolution(nn.Module):
-    """A sum over each token and the few before it, for each channel by itself."""
-
-    def __init__(self, weights: Weights, name: str, channels: int, size: int, bias: bool):
-        super().__init__()
-        if size < 1:
-            raise InvalidInput(f"config.json: a convolution of {size} tokens; it has at least 1")
-        if size == 1:
-            raise UnknownModel("a convolution of single tokens is unknown")
-        self.weight = weights.tensor(f"{name}.weight", (channels, 1, size))[:, 0]
-        self.bias = weights.tensor(f"{name}.bias", (channels,)) if bias else None
-
-    @property
-    def window(self) -> State:
-        """What it keeps of a text."""
-        channels, size = self.weight.shape
-        return (size - 1, channels), self.weight.dtype
-
-    def forward(self, window: Tensor, x: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
-        return convolved(window, x, self.weight, self.bias, texts)
+def convolution(
+    weights: Weights, name: str, channels: int, size: int, bias: bool, act: Act | None = None
+) -> Convolution:
+    """A sum over each token and the `size` - 1 before it. act: what follows it."""
+    if size < 1:
+        raise InvalidInput(f"config.json: a convolution of {size} tokens; it has at least 1")
+    if size == 1:
+        raise UnknownModel("a convolution of single tokens is unknown")
+    weight = weights.tensor(f"{name}.weight", (channels, 1, size))[:, 0].contiguous()
+    return Convolution(weight, weights.tensor(f"{name}.bias", (channels,)) if bias else None, act)
 
 
 class ShortConv(Mixer):
@@ -51,7 +40,7 @@ class ShortConv(Mixer):
         super().__init__()
         size, bias = config.hidden_size, bool(config.conv_bias)
         self.in_proj = weights.linear([f"{name}.in_proj"], [3 * size], size, bias)
-        self.conv = Convolution(weights, f"{name}.conv", size, config.conv_L_cache, bias)
+        self.conv = convolution(weights, f"{name}.conv", size, config.conv_L_cache, bias)
         self.out_proj = weights.linear([f"{name}.out_proj"], [size], size, bias)
 
     @property
@@ -63,11 +52,7 @@ class ShortConv(Mixer):
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
     ) -> Tensor:
         before, after, x = self.in_proj(x).chunk(3, 1)
-        return self.out_proj(after * state.advance(self.scan, before * x, batch))
-
-    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
-        out, window = self.conv(states[0], x, texts)
-        return texts.flat(out), [window]
+        return self.out_proj(after * state.advance(self.conv, before * x, batch))
 
 
 class GatedNorm(nn.Module):
@@ -81,20 +66,14 @@ class GatedNorm(nn.Module):
         gate_first: bool, shared: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.groups, self.eps, self.gate_first, self.weight = groups, eps, gate_first, None
+        self.groups, self.eps, self.gate_first, self.weight = groups or 1, eps, gate_first, None
         if groups is not None:
             own = size // groups if shared else size
             self.weight = weights.tensor(f"{name}.weight", (own,)).view(-1, size // groups)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x (T, N) in fp32, in the dtype of the gate."""
-        by = F.silu(gate.float())
-        if self.weight is None or self.groups is None:
-            return (x * by).to(gate.dtype)
-        x = (x * by if self.gate_first else x).unflatten(1, (self.groups, -1))
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        x = (x * self.weight.float()).flatten(1)
-        return (x if self.gate_first else x * by).to(gate.dtype)
+        return of(x).gated_norm(x, gate, self.weight, self.groups, self.eps, self.gate_first)
 
 
 class MambaSizes(NamedTuple):
@@ -147,17 +126,16 @@ class Mamba2(Mixer):
             )
         if tuple(limits) != (0.0, float("inf")):
             raise UnknownModel(f"time steps within {tuple(limits)} are unknown")
-        self.sizes, self.act = sizes, activation(act)
         hidden = config.hidden_size
         self.parts = [inner, groups * states, groups * states, heads]  # x, B, C, time steps
         mixed = sum(self.parts[:3])
         self.in_proj = weights.linear([f"{name}.in_proj"], [inner + mixed + heads], hidden, bias[0])
-        self.conv = Convolution(weights, f"{name}.conv1d", mixed, window, bias[1])
-        self.a, self.d, self.dt_bias = (
+        conv = convolution(weights, f"{name}.conv1d", mixed, window, bias[1], activation(act))
+        a, d, dt_bias = (
             weights.tensor(f"{name}.{part}", (heads,), torch.float32).view(groups, -1)
             for part in ("A_log", "D", "dt_bias")
         )
-        self.a = -self.a.exp()
+        self.scan = StateSpace(conv, -a.exp(), d, dt_bias, dim, states)
         self.norm = GatedNorm(
             weights, f"{name}.norm", inner, groups if norm else None, eps, gate_first
         )
@@ -170,10 +148,9 @@ class Mamba2(Mixer):
 
     @property
     def memory(self) -> Recurrence:
-        heads, dim, groups, states, _ = self.sizes
-        shape = groups, heads // groups, dim, states
-        inputs = sum(self.parts), self.conv.weight.dtype
-        return Recurrence((self.conv.window, (shape, torch.float32)), (inputs,))
+        scan, conv = self.scan, self.scan.conv
+        state = (*scan.a.shape, scan.dim, scan.states), torch.float32
+        return Recurrence((conv.window, state), ((sum(self.parts), conv.weight.dtype),))
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
@@ -182,20 +159,6 @@ class Mamba2(Mixer):
         found = found if self.scale is None else found * self.scale
         gate, rest = found.tensor_split([self.parts[0]], 1)
         return self.out_proj(self.norm(state.advance(self.scan, rest, batch), gate))
-
-    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
-        """From x, B, C and time steps (T, N) to outputs (T, inner) in fp32."""
-        mixed, dt = x.split([sum(self.parts[:3]), self.parts[3]], 1)
-        mixed, window = self.conv(states[0], mixed, texts)
-        groups = self.sizes.groups
-        x, b, c = (
-            t.float().unflatten(2, (groups, -1)) for t in self.act(mixed).split(self.parts[:3], 2)
-        )
-        x = x.unflatten(3, (-1, self.sizes.dim))
-        dt = texts.pieces(dt).float().unflatten(2, (groups, -1))
-        dt = F.softplus(dt + self.dt_bias)
-        out, state = state_space(states[1], x, dt, self.a, b, c, texts)
-        return texts.flat((out + x * self.d[..., None]).flatten(2)), [window, state]
 
 
 def mamba2(
@@ -223,12 +186,13 @@ class Mamba1(Mixer):
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         super().__init__()
         c, hidden, bias = config, config.hidden_size, bool(config.mamba_proj_bias)
-        self.act = activation(c.hidden_act)
         self.inner = inner = c.mamba_expand * hidden
         self.parts = [c.mamba_dt_rank, c.mamba_d_state, c.mamba_d_state]  # time steps, B, C
         self.in_proj = weights.linear([f"{name}.in_proj"], [2 * inner], hidden, bias)
-        conv = f"{name}.conv1d"
-        self.conv = Convolution(weights, conv, inner, c.mamba_d_conv, bool(c.mamba_conv_bias))
+        self.conv = convolution(
+            weights, f"{name}.conv1d", inner, c.mamba_d_conv, bool(c.mamba_conv_bias),
+            activation(c.hidden_act),
+        )  # fmt: skip
         self.x_proj = weights.linear([f"{name}.x_proj"], [sum(self.parts)], inner)
         self.dt_proj = weights.linear([f"{name}.dt_proj"], [inner], c.mamba_dt_rank)
         self.dt_bias, self.d = (
@@ -255,7 +219,7 @@ class Mamba1(Mixer):
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
     ) -> Tensor:
         mixed, gate = self.in_proj(x).chunk(2, 1)
-        mixed = self.act(state.advance(self.convolve, mixed, batch, 0))
+        mixed = state.advance(self.conv, mixed, batch, 0)
         parts = self.x_proj(mixed).split(self.parts, 1)
         step, b, c = (
             rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.norms, strict=True)
@@ -263,12 +227,6 @@ class Mamba1(Mixer):
         given = torch.cat([t.float() for t in (mixed, self.dt_proj(step), b, c)], 1)
         out = state.advance(self.scan, given, batch, 1) * F.silu(gate.float())
         return self.out_proj(out.to(gate.dtype))
-
-    def convolve(
-        self, states: list[Tensor], x: Tensor, texts: Texts
-    ) -> tuple[Tensor, list[Tensor]]:
-        out, window = self.conv(states[0], x, texts)
-        return texts.flat(out), [window]
 
     def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
         """From x, time steps, B and C (T, N) to outputs (T, inner), all in fp32."""
@@ -307,20 +265,19 @@ class GatedDelta(Mixer):
                 f"config.json: {v_heads} heads of V for {heads} of K in the delta rule; each head "
                 "of K has as many of V"
             )
-        self.sizes, self.act, self.together = sizes, activation(act), together
         hidden, inner = config.hidden_size, v_heads * v_dim
         mixed = 2 * heads * dim + inner
         names, rows = ["qkv", "z", "b", "a"], [mixed, inner, v_heads, v_heads]
         if together:
             names, rows = ["qkvz", "ba"], [mixed + inner, 2 * v_heads]
-        self.rows = rows
         self.in_proj = weights.linear([f"{name}.in_proj_{part}" for part in names], rows, hidden)
-        self.conv = Convolution(weights, f"{name}.conv1d", mixed, window, False)
-        self.a, self.dt_bias = (
+        self.order = (together_order(sizes) if together else split_order(rows)).to(weights.device)
+        conv = convolution(weights, f"{name}.conv1d", mixed, window, False, activation(act))
+        a, dt_bias = (
             weights.tensor(f"{name}.{part}", (v_heads,), torch.float32)
             for part in ("A_log", "dt_bias")
         )
-        self.a = -self.a.exp()
+        self.scan = DeltaRule(conv, -a.exp(), dt_bias, heads, dim, v_dim)
         self.norm = GatedNorm(
             weights, f"{name}.norm", inner, v_heads, eps, gate_first=False, shared=True
         )
@@ -328,44 +285,32 @@ class GatedDelta(Mixer):
 
     @property
     def memory(self) -> Recurrence:
-        _, v_heads, dim, v_dim, _ = self.sizes
-        states = self.conv.window, ((v_heads, dim, v_dim), torch.float32)
-        inputs = len(self.conv.weight) + 2 * v_heads, self.conv.weight.dtype
+        scan, conv = self.scan, self.scan.conv
+        states = conv.window, ((len(scan.a), scan.dim, scan.v_dim), torch.float32)
+        inputs = len(conv.weight) + 2 * len(scan.a), conv.weight.dtype
         return Recurrence(states, (inputs,))
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
     ) -> Tensor:
-        parts = self.in_proj(x).split(self.rows, 1)
-        qkv, gate, b, a = self.sorted(*parts) if self.together else parts
-        out = state.advance(self.scan, torch.cat([qkv, b, a], 1), batch)
-        return self.out_proj(self.norm(out, gate))
+        found = self.in_proj(x).index_select(1, self.order)
+        given, gate = found.tensor_split([self.memory.inputs[0][0]], 1)
+        return self.out_proj(self.norm(state.advance(self.scan, given, batch), gate))
 
-    def sorted(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Q, K and V, gates, b and a of all heads, from what lies head by head."""
-        heads, v_heads, dim, v_dim, _ = self.sizes
-        each = v_heads // heads
-        q, k, v, gate = qkvz.unflatten(1, (heads, -1)).split(
-            [dim, dim, each * v_dim, each * v_dim], 2
-        )
-        b, a = ba.unflatten(1, (heads, 2, each)).unbind(2)
-        qkv = torch.cat([t.flatten(1) for t in (q, k, v)], 1)
-        return qkv, gate.flatten(1), b.flatten(1), a.flatten(1)
 
-    def scan(self, states: list[Tensor], x: Tensor, texts: Texts) -> tuple[Tensor, list[Tensor]]:
-        """From Q, K, V, b and a (T, N) to outputs (T, inner) in fp32."""
-        heads, v_heads, dim, v_dim, _ = self.sizes
-        mixed, strengths = x.split([x.shape[1] - 2 * v_heads, 2 * v_heads], 1)
-        mixed, window = self.conv(states[0], mixed, texts)
-        parts = self.act(mixed).float().split([heads * dim, heads * dim, v_heads * v_dim], 2)
-        q, k, v = (t.unflatten(2, (-1, n)) for t, n in zip(parts, (dim, dim, v_dim), strict=True))
-        q, k = (
-            (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(
-                v_heads // heads, 2
-            )
-            for t in (q, k)
-        )
-        b, a = texts.pieces(strengths).float().chunk(2, 2)
-        decay = self.a * F.softplus(a + self.dt_bias)
-        out, state = delta_rule(states[1], q * dim**-0.5, k, v, decay, b.sigmoid(), texts)
-        return texts.flat(out.flatten(2)), [window, state]
+def split_order(rows: list[int]) -> Tensor:
+    """Where Q, K and V, b, a and the gate are among outputs of projections of the first, the gate,
+    b and a, with so many rows each."""
+    qkv, gate, b, a = torch.arange(sum(rows)).split(rows)
+    return torch.cat([qkv, b, a, gate])
+
+
+def together_order(sizes: DeltaSizes) -> Tensor:
+    """The same where Q, K, V and gates lie head by head, and then b and a do."""
+    heads, v_heads, dim, v_dim, _ = sizes
+    each = v_heads // heads
+    rows = [dim, dim, each * v_dim, each * v_dim]
+    qkvz, ba = torch.arange(heads * (sum(rows) + 2 * each)).split([heads * sum(rows), 2 * v_heads])
+    q, k, v, gate = (t.flatten() for t in qkvz.view(heads, -1).split(rows, 1))
+    b, a = (t.flatten() for t in ba.view(heads, 2, each).unbind(1))
+    return torch.cat([q, k, v, b, a, gate])

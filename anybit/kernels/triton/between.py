@@ -8,7 +8,17 @@ from anybit.kernels.backend import HALVES, Activations, Pairs
 from anybit.kernels.between import AS_IT_IS, Family, Wanted
 from anybit.kernels.hopper import plain
 from anybit.kernels.kv.cache import LayerCache
-from anybit.kernels.triton import activation, attention, cache, likeliest, routing, viterbi
+from anybit.kernels.recurrences import Scan
+from anybit.kernels.scans import Texts
+from anybit.kernels.triton import (
+    activation,
+    attention,
+    cache,
+    likeliest,
+    recurrent,
+    routing,
+    viterbi,
+)
 
 
 class Triton(Family):
@@ -92,6 +102,15 @@ class Triton(Family):
             attention.attend(q, cache, *batch.several, *how, out=out, sinks=sinks)
         return out
 
+    def recur(
+        self, scan: Scan, states: list[Tensor], x: Tensor, texts: Texts, rows: Tensor,
+        seen: Tensor, to: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        if recurrent.takes(scan, texts):
+            return recurrent.recur(scan, states, x, texts, rows, seen, to)
+        return super().recur(scan, states, x, texts, rows, seen, to)
+
+    gated_norm = staticmethod(recurrent.gated_norm)
     paths = staticmethod(viterbi.paths)
 
 

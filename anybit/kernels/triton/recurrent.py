@@ -1,0 +1,259 @@
+"""Recurrences over a few tokens of each text: convolutions, Mamba 2, the gated delta rule, norms.
+
+A launch for the convolution, and one for the state: heads that share channels of the convolution
+would otherwise read its window while another one moves it on. A program of the second keeps its
+part of a head's state in registers, for all tokens of a text. The arithmetic is the definitions' in
+`kernels/recurrences.py`, rounded where they round.
+"""
+
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anybit.kernels.recurrences import Convolution, DeltaRule, Scan, StateSpace
+from anybit.kernels.scans import Padded, Singles, Texts
+from anybit.kernels.triton.activation import after_previous, launch_next, overlap, side_by_side
+from anybit.kernels.triton.lang import settle
+from anybit.kernels.triton.tiles import next_power_of_2
+
+CHANNELS = 256  # of a program of `_convolve`
+STATE = 2048  # numbers of a state in a program, of 4 warps
+
+
+@triton.jit
+def _sigmoid_times(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), also where that is small; x itself from 20 on, as in torch."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def _text(rows, seen, lengths, L):
+    """Of a program's text: its row, whether that holds its states, and how many tokens it has."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i).to(tl.int64)
+    going = tl.load(seen + i) > 0
+    count = L
+    if lengths is not None:
+        count = tl.minimum(tl.load(lengths + i).to(tl.int32), L)
+    return i, row, going, count
+
+
+@triton.jit
+def _convolve(
+    x, weight, bias, window, rows, seen, lengths, to, out, L, C, X_STRIDE, K: tl.constexpr,
+    SILU: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a text: sums over each token and the K - 1 before it; then the window."""
+    launch_next(PDL)
+    c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    live = c < C
+    after_previous(PDL)
+    i, row, going, count = _text(rows, seen, lengths, L)
+    own = window + row * (K - 1) * C + c
+    tokens = x + i * L * X_STRIDE + c
+    for t in range(count):
+        total = tl.zeros((WIDE,), tl.float32)
+        for j in tl.static_range(K):
+            at = t + j - (K - 1)
+            v = tl.load(tokens + at * X_STRIDE, mask=live & (at >= 0), other=0)
+            before = tl.load(own + (at + K - 1) * C, mask=live & (at < 0) & going, other=0)
+            w = tl.load(weight + c * K + j, mask=live, other=0)
+            total += (v + before).to(tl.float32) * w.to(tl.float32)
+        if bias is not None:
+            total += tl.load(bias + c, mask=live, other=0).to(tl.float32)
+        y = total.to(out.dtype.element_ty)
+        if SILU:
+            y = _sigmoid_times(y.to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + (i * L + t) * C + c, y, mask=live)
+    if to is not None:
+        after = window + tl.load(to + i).to(tl.int64) * (K - 1) * C + c
+        for j in tl.static_range(K - 1):  # what is read later lies behind what is written
+            at = count + j - (K - 1)
+            v = tl.load(tokens + at * X_STRIDE, mask=live & (at >= 0), other=0)
+            before = tl.load(own + (at + K - 1) * C, mask=live & (at < 0) & going, other=0)
+            tl.store(after + j * C, v + before, mask=live)
+
+
+@triton.jit
+def _space(
+    mixed, dt, a, d, dt_bias, state, rows, seen, lengths, to, out, L, DT_STRIDE,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATES: tl.constexpr,
+    TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE channels of a head of a text, with all their states, of which WIDE is no less."""
+    launch_next(PDL)
+    PARTS: tl.constexpr = (DIM + TILE - 1) // TILE
+    head = tl.program_id(1) // PARTS
+    group = head // (HEADS // GROUPS)
+    c = tl.program_id(1) % PARTS * TILE + tl.arange(0, TILE)
+    n = tl.arange(0, WIDE)
+    factor, skip, bias = tl.load(a + head), tl.load(d + head), tl.load(dt_bias + head)
+    after_previous(PDL)
+    i, row, going, count = _text(rows, seen, lengths, L)
+    at = (head * DIM + c)[:, None] * STATES + n[None, :]
+    live = (c < DIM)[:, None] & (n < STATES)[None, :]
+    SIZE: tl.constexpr = HEADS * DIM * STATES
+    MIXED: tl.constexpr = HEADS * DIM + 2 * GROUPS * STATES
+    s = tl.load(state + row * SIZE + at, mask=live & going, other=0)
+    for t in range(count):
+        token = i * L + t
+        v = mixed + token * MIXED
+        x = tl.load(v + head * DIM + c, mask=c < DIM, other=0).to(tl.float32)
+        v += HEADS * DIM + group * STATES
+        b = tl.load(v + n, mask=n < STATES, other=0).to(tl.float32)
+        read = tl.load(v + GROUPS * STATES + n, mask=n < STATES, other=0).to(tl.float32)
+        step = _softplus(tl.load(dt + token * DT_STRIDE + head).to(tl.float32) + bias)
+        s = s * tl.exp(step * factor) + (x * step)[:, None] * b[None, :]
+        y = tl.sum(s * read[None, :], 1) + x * skip
+        tl.store(out + token * HEADS * DIM + head * DIM + c, y, mask=c < DIM)
+    if to is not None:
+        tl.store(state + tl.load(to + i).to(tl.int64) * SIZE + at, s, mask=live)
+
+
+@triton.jit
+def _unit(v):
+    return v * tl.rsqrt(tl.sum(v * v, 0) + 1e-6)
+
+
+@triton.jit
+def _delta(
+    mixed, strengths, a, dt_bias, state, rows, seen, lengths, to, out, L, S_STRIDE,
+    HEADS: tl.constexpr, V_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
+    SCALE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE channels of a head of V of a text, with the states of all channels of K."""
+    launch_next(PDL)
+    PARTS: tl.constexpr = (V_DIM + TILE - 1) // TILE
+    head = tl.program_id(1) // PARTS
+    v_at = tl.program_id(1) % PARTS * TILE + tl.arange(0, TILE)
+    k_at = tl.arange(0, WIDE)
+    factor, bias = tl.load(a + head), tl.load(dt_bias + head)
+    after_previous(PDL)
+    i, row, going, count = _text(rows, seen, lengths, L)
+    at = (head * DIM + k_at)[:, None] * V_DIM + v_at[None, :]
+    live = (k_at < DIM)[:, None] & (v_at < V_DIM)[None, :]
+    SIZE: tl.constexpr = V_HEADS * DIM * V_DIM
+    MIXED: tl.constexpr = 2 * HEADS * DIM + V_HEADS * V_DIM
+    s = tl.load(state + row * SIZE + at, mask=live & going, other=0)
+    for t in range(count):
+        token = i * L + t
+        own = mixed + token * MIXED + head // (V_HEADS // HEADS) * DIM + k_at
+        q = _unit(tl.load(own, mask=k_at < DIM, other=0).to(tl.float32)) * SCALE
+        k = _unit(tl.load(own + HEADS * DIM, mask=k_at < DIM, other=0).to(tl.float32))
+        own = mixed + token * MIXED + 2 * HEADS * DIM + head * V_DIM + v_at
+        v = tl.load(own, mask=v_at < V_DIM, other=0).to(tl.float32)
+        how = strengths + token * S_STRIDE + head
+        beta = tl.sigmoid(tl.load(how).to(tl.float32))
+        step = factor * _softplus(tl.load(how + V_HEADS).to(tl.float32) + bias)
+        s = s * tl.exp(step)
+        off = v - tl.sum(s * k[:, None], 0)
+        s += (beta * k)[:, None] * off[None, :]
+        y = tl.sum(s * q[:, None], 0)
+        tl.store(out + token * V_HEADS * V_DIM + head * V_DIM + v_at, y, mask=v_at < V_DIM)
+    if to is not None:
+        tl.store(state + tl.load(to + i).to(tl.int64) * SIZE + at, s, mask=live)
+
+
+@triton.jit
+def _gated_norm(
+    x, gate, weight, out, N, GATE_STRIDE, EPS, GROUPS: tl.constexpr, SHARED: tl.constexpr,
+    FIRST: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A group of N channels of a token. SHARED: all groups have the same weight."""
+    launch_next(PDL)
+    t, group, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
+    w = 1.0
+    if weight is not None:
+        own = weight if SHARED else weight + group * N
+        w = tl.load(own + k, mask=k < N, other=0).to(tl.float32)
+    after_previous(PDL)
+    at = group * N + k
+    v = tl.load(x + t * GROUPS * N + at, mask=k < N, other=0)
+    by = _sigmoid_times(tl.load(gate + t * GATE_STRIDE + at, mask=k < N, other=0).to(tl.float32))
+    if FIRST:
+        v = v * by
+    if weight is not None:
+        v = v * tl.rsqrt(tl.sum(v * v, 0) / N + EPS) * w
+    if not FIRST:
+        v = v * by
+    tl.store(out + t * GROUPS * N + at, v.to(out.dtype.element_ty), mask=k < N)
+
+
+def takes(scan: Scan, texts: Texts) -> TypeGuard[Convolution | StateSpace | DeltaRule]:
+    """Whether there are kernels for this."""
+    if not isinstance(texts, Singles | Padded):
+        return False
+    conv = scan.conv if isinstance(scan, StateSpace | DeltaRule) else scan
+    return isinstance(conv, Convolution) and conv.act in (None, F.silu)
+
+
+def recur(
+    scan: Convolution | StateSpace | DeltaRule, states: list[Tensor], x: Tensor, texts: Texts,
+    rows: Tensor, seen: Tensor, to: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`Family.recur` of texts of a few tokens."""
+    x, size, device = side_by_side(x), texts.size, x.device
+    lengths = texts.lengths if isinstance(texts, Padded) else None
+    texts_of = rows, seen, lengths, to
+    conv = scan if isinstance(scan, Convolution) else scan.conv
+    channels, taps = conv.weight.shape
+    mixed = torch.empty(len(x), channels, dtype=x.dtype, device=device)
+    count = len(rows)
+    _convolve[(count, -(-channels // CHANNELS))](
+        x, conv.weight, conv.bias, states[0], *texts_of, mixed, size, channels, x.stride(0),
+        K=taps, SILU=conv.act is not None, WIDE=CHANNELS, num_warps=4, **overlap(device),
+    )  # fmt: skip
+    if isinstance(scan, Convolution):
+        return mixed
+    out = torch.empty(len(x), scan.width, dtype=torch.float32, device=device)
+    if isinstance(scan, StateSpace):
+        groups, heads = len(scan.a), scan.a.numel()
+        wide = next_power_of_2(scan.states)
+        tile = min(next_power_of_2(scan.dim), max(1, STATE // wide))
+        _space[(count, heads * -(-scan.dim // tile))](
+            mixed, x[:, channels:], scan.a, scan.d, scan.dt_bias, states[1], *texts_of, out, size,
+            x.stride(0), HEADS=heads, GROUPS=groups, DIM=scan.dim, STATES=scan.states, TILE=tile,
+            WIDE=wide, num_warps=4, **overlap(device),
+        )  # fmt: skip
+        return out
+    wide = next_power_of_2(scan.dim)
+    tile = min(next_power_of_2(scan.v_dim), max(1, STATE // wide))
+    v_heads = len(scan.a)
+    _delta[(count, v_heads * -(-scan.v_dim // tile))](
+        mixed, x[:, channels:], scan.a, scan.dt_bias, states[1], *texts_of, out, size, x.stride(0),
+        HEADS=scan.heads, V_HEADS=v_heads, DIM=scan.dim, V_DIM=scan.v_dim, SCALE=scan.dim**-0.5,
+        TILE=tile, WIDE=wide, num_warps=4, **overlap(device),
+    )  # fmt: skip
+    return out
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, gate_first: bool
+) -> Tensor:
+    """`Family.gated_norm`."""
+    tokens, n = len(x), x.shape[1] // groups
+    x, gate = x.contiguous(), side_by_side(gate)
+    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    if tokens:
+        wide = next_power_of_2(n)
+        _gated_norm[(tokens, groups)](
+            x, gate, weight, out, n, gate.stride(0), eps, GROUPS=groups,
+            SHARED=weight is not None and len(weight) < groups, FIRST=gate_first, WIDE=wide,
+            num_warps=max(1, min(16, wide // 256)), **overlap(x.device),
+        )  # fmt: skip
+    return out
+
+
+settle(globals())

@@ -1,0 +1,154 @@
+"""Kernels of recurrences against their definition, and compiled for GPUs."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from anybit.kernels.between import TORCH
+from anybit.kernels.recurrences import Convolution, DeltaRule, Scan, StateSpace
+from anybit.kernels.scans import Padded, Singles, Texts
+from anybit.kernels.triton import recurrent as kernel
+from anybit.kernels.triton.between import FAMILY
+from tests.kernels.compiling import Job, built
+
+DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
+ROWS = 7
+
+
+def made(kind: str, dtype: torch.dtype, random: torch.Generator) -> tuple[Scan, list[Tensor], int]:
+    """A scan, its states, and how many numbers an input has."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    def convolution(channels: int, taps: int, bias: bool, act: object) -> Convolution:
+        weight, more = normal(channels, taps).to(dtype), normal(channels).to(dtype)
+        return Convolution(weight.to(DEVICE), more.to(DEVICE) if bias else None, act)  # type: ignore[arg-type]
+
+    def window(conv: Convolution) -> Tensor:
+        return normal(ROWS, *conv.window[0]).to(dtype).to(DEVICE)
+
+    if kind == "convolution":
+        conv = convolution(300, 3, True, None)
+        return conv, [window(conv)], 300
+    if kind == "space":
+        groups, each, dim, states = 2, 2, 20, 12
+        conv = convolution(groups * each * dim + 2 * groups * states, 4, True, F.silu)
+        a, d, bias = (normal(groups, each).to(DEVICE) for _ in range(3))
+        state = normal(ROWS, groups, each, dim, states).to(DEVICE)
+        scan = StateSpace(conv, -a.exp(), d, bias, dim, states)
+        return scan, [window(conv), state], len(conv.weight) + groups * each
+    heads, v_heads, dim, v_dim = 1, 2, 12, 20
+    conv = convolution(2 * heads * dim + v_heads * v_dim, 2, False, F.silu)
+    a, bias = (normal(v_heads).to(DEVICE) for _ in range(2))
+    state = normal(ROWS, v_heads, dim, v_dim).to(DEVICE)
+    scan = DeltaRule(conv, -a.exp(), bias, heads, dim, v_dim)
+    return scan, [window(conv), state], len(conv.weight) + 2 * v_heads
+
+
+@pytest.mark.parametrize("kind", ["convolution", "space", "delta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_are_the_recurrence(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of single tokens and of several, in rows that begin anew, and to other rows or none."""
+    monkeypatch.setattr(kernel, "STATE", 256)  # several programs for a head
+    random = torch.Generator().manual_seed(3)
+    scan, states, numbers = made(kind, dtype, random)
+    rows, seen = torch.tensor([3, 1, 6, 2]), torch.tensor([9, 0, 1, 4])
+    few = Padded(torch.tensor([2, 4, 0, 1], dtype=torch.int32, device=DEVICE), 4)
+    elsewhere = torch.tensor([3, 0, 5, 4])
+    for texts, to in [(Singles(4), rows), (few, elsewhere), (few, None)]:
+        count = 4 * texts.size
+        wide = torch.randn(count, numbers + 3, generator=random).to(dtype).to(DEVICE)
+        x = wide[:, :numbers]  # rows lie apart
+        mine, want = [s.clone() for s in states], [s.clone() for s in states]
+        given = [t if t is None else t.int().to(DEVICE) for t in (rows, seen, to)]
+        assert kernel.takes(scan, texts)
+        got = FAMILY.recur(scan, mine, x, texts, *given)  # type: ignore[arg-type]
+        expected = TORCH.recur(scan, want, x, texts, *given)  # type: ignore[arg-type]
+        live = texts.real.flatten() if isinstance(texts, Padded) else slice(None)
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {
+            "rtol": 0.02, "atol": 0.02}  # fmt: skip
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got[live], expected[live], **close)
+        for one, other in zip(mine, want, strict=True):
+            torch.testing.assert_close(one, other, **close)
+        states = want
+
+
+def test_small_time_steps_keep_their_digits() -> None:
+    """exp(dt a) and dt x with dt near 1e-6, where 1 + exp(x) has lost most of it."""
+    random = torch.Generator().manual_seed(5)
+    scan, states, numbers = made("space", torch.float32, random)
+    assert isinstance(scan, StateSpace)
+    scan.dt_bias.fill_(-14.0)
+    x = torch.zeros(1, numbers, device=DEVICE)
+    x[:, : len(scan.conv.weight)] = torch.randn(1, len(scan.conv.weight), generator=random)
+    mine, want = [torch.zeros_like(s) for s in states], [torch.zeros_like(s) for s in states]
+    given = [torch.ones(1, dtype=torch.int32, device=DEVICE)] * 3
+    FAMILY.recur(scan, mine, x, Singles(1), *given)
+    TORCH.recur(scan, want, x, Singles(1), *given)
+    torch.testing.assert_close(mine[1], want[1], rtol=1e-5, atol=0)
+
+
+def test_what_has_no_kernel_is_the_definition() -> None:
+    random = torch.Generator().manual_seed(4)
+    scan, states, numbers = made("space", torch.float32, random)
+    assert isinstance(scan, StateSpace)
+    other = replace(scan, conv=replace(scan.conv, act=F.gelu))
+    x = torch.randn(3, numbers, generator=random).to(DEVICE)
+    three = torch.tensor([1, 2, 3], dtype=torch.int32, device=DEVICE)
+    cut = Texts.cut([2, 1], {}, DEVICE)
+    assert not kernel.takes(scan, cut)
+    two = [s.clone() for s in states], [s.clone() for s in states]
+    got, want = (
+        family.recur(other, own, x, Singles(3), three, three, three)
+        for family, own in zip((FAMILY, TORCH), two, strict=True)
+    )
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("groups", "weights"), [(1, 1), (3, 3), (3, 1), (1, 0)])
+def test_norms_with_gates(first: bool, groups: int, weights: int) -> None:
+    random = torch.Generator().manual_seed(groups)
+    x = torch.randn(4, groups * 20, generator=random).to(DEVICE)
+    gate = torch.randn(4, groups * 20 + 8, generator=random).bfloat16().to(DEVICE)[:, 8:]
+    weight = torch.randn(weights, 20, generator=random).bfloat16().to(DEVICE) if weights else None
+    given = (x, gate, weight, groups, 1e-5, first)
+    torch.testing.assert_close(FAMILY.gated_norm(*given), TORCH.gated_norm(*given))
+
+
+def test_kernels_compile_without_a_gpu(compilers: Callable[..., Executor]) -> None:
+    """With Qwen3-Next's and Mamba 2's sizes, and nothing spilled."""
+    kinds = dict.fromkeys(
+        ("L", "C", "X_STRIDE", "DT_STRIDE", "S_STRIDE", "GATE_STRIDE", "N"), "i32"
+    )
+    kinds |= dict.fromkeys(
+        ("weight", "bias", "window", "mixed", "dt", "strengths", "gate"), "*bf16"
+    )
+    kinds |= dict.fromkeys(("rows", "seen", "lengths", "to"), "*i32")
+    kinds |= dict.fromkeys(("a", "d", "dt_bias", "state"), "*fp32") | {"EPS": "fp32"}
+    space = {"HEADS": 128, "GROUPS": 1, "DIM": 64, "STATES": 128, "TILE": 16, "WIDE": 128}
+    delta = {"HEADS": 16, "V_HEADS": 32, "DIM": 128, "V_DIM": 128, "SCALE": 128**-0.5}
+    norm = {"GROUPS": 32, "SHARED": True, "FIRST": False, "WIDE": 128}
+    for name, x, out, constants in [
+        ("_convolve", "*bf16", "*bf16", {"K": 4, "SILU": True, "WIDE": 256, "L": 1}),
+        ("_space", "*bf16", "*fp32", space),
+        ("_delta", "*bf16", "*fp32", delta | {"TILE": 16, "WIDE": 128}),
+        ("_gated_norm", "*fp32", "*bf16", norm),
+    ]:
+        options = {"num_warps": 4, "launch_pdl": True}
+        job = Job(f"recurrent.{name}", kinds | {"x": x, "out": out}, constants | {"PDL": True},
+                  options=options)  # fmt: skip
+        text = compilers().submit(built, job).result().text
+        assert ".local" not in text
