@@ -26,6 +26,7 @@ from anybit.checkpoint.names import (
 )
 from anybit.errors import InvalidInput, in_a_line, probing
 from anybit.files.safetensors import Stored
+from anybit.nn.experts import Layout as ExpertLayout
 from anybit.nn.experts import layers_of
 
 LISTED = 3  # names in a message
@@ -288,13 +289,18 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
 
 def cut(name: str, tensor: Tensors, module: Any) -> dict[str, Tensors]:
     """A fused tensor of experts as tensors of layers, by their names in the model."""
-    experts, _, key = name.rpartition(".")
-    how, (count, *shape) = known_layout(module), tensor.shape
-    wanted = tuple(module._parameters[key].shape)
+    wanted = tuple(module._parameters[name.rpartition(".")[2]].shape)
     if tensor.shape != wanted:
         raise InvalidInput(
             f"{name}: config.json asks for shape {wanted}, {tensor.file.name} holds {tensor.shape}"
         )
+    return cut_as(name, tensor, known_layout(module))
+
+
+def cut_as(name: str, tensor: Tensors, how: ExpertLayout) -> dict[str, Tensors]:
+    """As `cut`, by how a module holds its experts."""
+    experts, _, key = name.rpartition(".")
+    count, *shape = tensor.shape
     layers, end = how.layers[key.removesuffix("_bias")], "bias" if len(shape) == 1 else "weight"
     own = shape[0] // len(layers)
     out: dict[str, Tensors] = {}

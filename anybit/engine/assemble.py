@@ -16,6 +16,8 @@ from anybit.engine.lookup import Lookup
 from anybit.engine.memory import cache_room, step_bytes
 from anybit.engine.model_runner import ModelRunner, Runner, state_bytes
 from anybit.engine.models.layers import Decoder
+from anybit.engine.models.mtp import Mtp
+from anybit.engine.mtp_draft import MtpDraft
 from anybit.engine.scheduler import Scheduler
 from anybit.engine.speculation import Drafter, Speculation
 from anybit.engine.steady import SteadyScheduler
@@ -34,7 +36,7 @@ MOST_DRAFTED = 128  # tokens of a captured step with drafts
 
 @dataclass(frozen=True)
 class Settings:
-    """How an engine runs, as `LLM` has it. draft: None, "ngram", "auto" or another model."""
+    """How an engine runs, as `LLM` has it. draft: None, "ngram", "mtp", "auto", another model."""
 
     kv: KvFormat
     kv_bytes: int | None
@@ -172,15 +174,17 @@ def draft_model(
 ) -> DraftModel:
     """Guesses by a smaller model for the one that a runner runs."""
     assert not isinstance(small.model, Generator)
-    apart = has_own_cache(settings)
+    apart, head = has_own_cache(settings), isinstance(small.model, Mtp)
     states = None if apart else runner.states
-    behind = ModelRunner(
-        small.model, room, settings.max_running, settings.max_tokens, states=states
-    )
+    graphs = graph_rows(settings) if head else settings.max_running
+    behind = ModelRunner(small.model, room, graphs, settings.max_tokens, states=states)
     rows = room.rows - 1 if small.model.recurrent else 0
     own = (
         BlockManager(room.blocks, room.block_size, settings.prefix_caching, rows) if apart else None
     )
+    if head:
+        assert own is not None
+        return MtpDraft(behind, vocabulary, own, settings.max_tokens, runner)
     return DraftModel(behind, vocabulary, own, settings.max_tokens)
 
 

@@ -7,6 +7,7 @@ reads texts up to where they are before it guesses.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -38,7 +39,13 @@ class DraftModel:
 
     vocabulary: tokens of the large model. blocks: of the runner's cache; None: that is the large
     model's. chunk: tokens of prompts in a step.
+
+    Attributes:
+        skips: Tokens at the beginning of a text that the model does not read.
+        keeps: Whether tokens that were guessed right need not run again.
     """
+
+    skips, keeps = 0, True
 
     def __init__(
         self, runner: ModelRunner, vocabulary: int, blocks: BlockManager | None, chunk: int
@@ -74,7 +81,7 @@ class DraftModel:
                 out[i] = count
         if scheduled:
             with torch.accelerator.device_index(self.runner.device.index):
-                self.runner.logits(sorted(scheduled, key=lambda s: s.tokens))
+                self._run(sorted(scheduled, key=lambda s: s.tokens))
         for s in scheduled:
             self.blocks.computed(s.seq, s.first + s.tokens)
         for row, count in zip(rows, out, strict=True):
@@ -114,7 +121,8 @@ class DraftModel:
             if guess and self.blocks is not None:
                 text = self.texts[row.seq]
                 self.blocks.computed(text, len(text.tokens))
-                text.tokens += guess[:-1]  # the last one has not run
+                if self.keeps:
+                    text.tokens += guess[:-1]  # the last one has not run
         return guesses
 
     def forget(self, seq: Sequence) -> None:
@@ -126,7 +134,8 @@ class DraftModel:
     def _step(self, seq: Sequence, guess: list[int]) -> Scheduled:
         """The step that chooses what comes behind a guess."""
         if guess:
-            last, text = len(seq.tokens) + len(guess) - 1, self.texts.get(seq, seq)
+            text = self.texts.get(seq, seq)
+            last = len(text.tokens) + len(guess) - 1
             return Scheduled(text, last, 1, True, guessed=last - text.computed)
         if self.blocks is None:
             return Scheduled(seq, len(seq.tokens) - 1, 1, True)
@@ -136,8 +145,7 @@ class DraftModel:
     def _logits(self, scheduled: list[Scheduled], given: list[int] | None) -> Tensor:
         """Logits (B, vocabulary) at the end of each text of a step."""
         runner = self.runner
-        tokens = None if given is None else runner.tensor(given)
-        logits = runner.logits(scheduled, tokens)
+        logits = self._run(scheduled, None if given is None else runner.tensor(given))
         assert logits is not None
         if any(s.draft for s in scheduled):
             ends = accumulate(s.sampled for s in scheduled)
@@ -146,22 +154,28 @@ class DraftModel:
         missing = self.vocabulary - logits.shape[1]
         return pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
+    def _run(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor | None:
+        """`ModelRunner.logits` of a step of its own texts."""
+        return self.runner.logits(scheduled, tokens)
+
     def _caught_up(self, seq: Sequence) -> Sequence:
         """A text with the tokens that it has by now; those that were guessed right have run."""
         assert self.blocks is not None
-        text = self.texts.get(seq)
+        text, tokens = self.texts.get(seq), seq.tokens[self.skips :]
         if text is None:
-            params = SamplingParams()
-            text = Sequence(seq.request, seq.index, seq.tokens, params, seq.detokenizer, seq.limit)
+            # Prefixes are those of texts whose skipped tokens are the same, too.
+            first = " ".join(map(str, seq.tokens[: self.skips]))
+            params = SamplingParams(adapter=f"{seq.params.adapter or ''} {first}".strip() or None)
+            text = Sequence(seq.request, seq.index, tokens, params, seq.detokenizer, seq.limit)
             self.texts[seq] = text
             self.blocks.match(text)
             return text
         right = text.computed
-        while right < min(len(text.tokens), len(seq.tokens) - 1):
-            if text.tokens[right] != seq.tokens[right]:
+        while right < min(len(text.tokens), len(tokens) - 1):
+            if text.tokens[right] != tokens[right]:
                 break
             right += 1
-        text.tokens[right:] = seq.tokens[right:]
+        text.tokens[right:] = tokens[right:]
         self.blocks.computed(text, right)
         self.blocks.shrink(text)
         return text
@@ -178,13 +192,13 @@ def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: b
             "deterministic and draft exclude each other: the shape of a step would depend on what "
             "was guessed; leave out one"
         )
-    if isinstance(draft, Loaded) or draft in ("ngram", "auto"):
+    if isinstance(draft, Loaded) or draft in ("ngram", "auto", "mtp"):
         return
     there = (Path(draft) / "config.json").is_file() or is_gguf(Path(draft))
     if not there and name_of(draft) is None:
         raise InvalidInput(
-            f"draft={str(draft)!r} is neither ngram nor auto nor the directory of a model, nor "
-            "org/name of the hub"
+            f"draft={str(draft)!r} is neither ngram, mtp nor auto, nor the directory of a model, "
+            "nor org/name of the hub"
         )
 
 
@@ -214,6 +228,8 @@ def load_draft(
         raise InvalidInput("transformers' generate runs this model; leave out draft")
     if draft == "ngram":
         return None
+    if draft == "mtp":
+        return further(loaded)
     if isinstance(draft, Loaded):
         own = draft
     elif draft == "auto":
@@ -240,8 +256,17 @@ def load_draft(
     return own
 
 
+def further(loaded: Loaded) -> Loaded:
+    """A model's head for further tokens as a model that guesses for it."""
+    assert not isinstance(loaded.model, Generator)
+    if loaded.head is None:
+        raise InvalidInput("draft='mtp' reads the model's directory; give that instead of a Loaded")
+    share(loaded.model, loaded.head)
+    return replace(loaded, model=loaded.head, tokenizer=None)
+
+
 def share(large: Decoder, small: Decoder) -> None:
-    """Give a version of a model that model's embeddings and head."""
+    """Give a model that guesses for another one that one's embeddings and output."""
     small.words, small.lm_head = large.words, large.lm_head
 
 

@@ -117,8 +117,9 @@ class LLM:
     adapters: directories of LoRA adapters that peft has written, by the names under which
         `SamplingParams.adapter` asks for them; each sequence of a step may have its own.
     draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
-        followed earlier in the sequence), "auto" (the model itself in 4 bits), or a smaller model
-        with the same tokenizer. Outputs are the same as without. draft_tokens: the longest guess.
+        followed earlier in the sequence), "mtp" (the head that the checkpoint has for that), "auto"
+        (the model itself in 4 bits), or a smaller model with the same tokenizer. Outputs are the
+        same as without. draft_tokens: the longest guess.
 
     max_itl: milliseconds that a step with a prompt may take while other sequences run, which bounds
         the time between their tokens. "auto": 20 on a GPU, and on a CPU 1.5 times what a step
@@ -174,8 +175,9 @@ class LLM:
             }
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(
-                directory, device, DTYPES.get(dtype), quantization, length, given, keep, beside
-            )
+                directory, device, DTYPES.get(dtype), quantization, length, given, keep, beside,
+                further=draft == "mtp",
+            )  # fmt: skip
         small = load_draft(draft, directory, loaded, device, length, keep)
         kv = kv_format(loaded, kv_cache)
         if kv.loss:
@@ -233,13 +235,18 @@ class LLM:
                 "the KV cache has scales that were made for the old weights; use kv_cache='model'"
             )
         runners, plans = [runner], [self.plan]
-        if self.draft_plan is not None and self.engine.speculation is not None:
-            drafter = self.engine.speculation.drafter
+        drafter = self.engine.speculation.drafter if self.engine.speculation else None
+        if self.draft_plan is not None:
             assert isinstance(drafter, DraftModel)
             runners.append(drafter.runner)
             plans.append(self.draft_plan)
         models = [runner.model for runner in runners]
         fresh = again(models, weights, plans, self.keep)
+        if runner.model.remembers:  # for a head, which stays as it is
+            fresh[0].remember()
+            assert isinstance(drafter, DraftModel)
+            runners.append(drafter.runner)
+            fresh.append(drafter.runner.model)
         for small in fresh[1:]:
             share(fresh[0], small)
         self.engine.scheduler.blocks.forget()  # first: what follows may be interrupted

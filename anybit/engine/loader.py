@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.fields import check_fields
 from anybit.engine.models.layers import Decoder
+from anybit.engine.models.mtp import head_of
 from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import Checkpoint, Rougher, Weights, reading
 from anybit.errors import InvalidInput, Unsupported, loading
@@ -82,6 +84,7 @@ class Loaded:
         quantized_bytes: That these take, scales included.
         plan: The scheme of each quantized layer, by the checkpoint's names; None where the engine
             does not read the checkpoint itself.
+        head: What guesses further tokens, if that was asked for.
     """
 
     model: Decoder | Generator
@@ -92,6 +95,7 @@ class Loaded:
     quantized: Mapping[str, int] = field(default_factory=dict)
     quantized_bytes: int = 0
     plan: Mapping[str, str] | None = None
+    head: Decoder | None = None
 
 
 def load(
@@ -104,6 +108,7 @@ def load(
     keep: Keep = "auto",
     adapters: Mapping[str, Path] | None = None,
     rougher: bool = False,
+    further: bool = False,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
 
@@ -112,7 +117,8 @@ def load(
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
     of the engine's KV cache. keep: as in `anybit.load`. adapters: directories of LoRA adapters by
-    name. rougher: bring what is quantized already to `quantization`, too, then one format.
+    name. rougher: bring what is quantized already to `quantization`, too, then one format. further:
+    load the checkpoint's head for further tokens as well.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
@@ -127,7 +133,7 @@ def load(
     if dtype is None:
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     model: Decoder | Generator
-    plan = None
+    plan, head = None, None
     try:
         kind = model_class(config, directory)
         if known is None:
@@ -140,8 +146,13 @@ def load(
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
             weights.adapters = Adapters(found)
         check_length(weights.config, length)
+        if further:
+            head = build(partial(head_of, kind), weights.config, weights, length)
         model = build(kind, weights.config, weights, length)
-        weights.check_all_read()
+        if head is not None:
+            model.remember()
+        names = kind.further(weights.config)
+        weights.check_all_read((f"{names.prefix}.*",) if names else ())
         if weights.adapters is not None:
             weights.adapters.check_all_read()
         quantized, size, plan = weights.quantized, weights.quantized_bytes, weights.plan
@@ -150,12 +161,16 @@ def load(
             forget(directory)
             return load(
                 directory, device, dtype, quantization, length, cache_options, keep, adapters,
-                rougher,
+                rougher, further,
             )  # fmt: skip
         if rougher and formats is not None:
             raise InvalidInput(
                 f"{directory} is quantized already, and transformers' modules run it; no smaller "
                 "version of it can be made"
+            ) from None
+        if further:
+            raise Unsupported(
+                f"{reason}, and draft='mtp' needs a model that it knows; use another draft"
             ) from None
         if adapters:
             raise Unsupported(
@@ -175,7 +190,7 @@ def load(
     if isinstance(model, Decoder) and not model.hosted and own is None and known is None:
         keep_known(directory, read, tokenizer, before)
     eos = end_tokens(directory, config)
-    return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan)
+    return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan, head)
 
 
 def tokenizer_in(directory: Path, kind: str = "") -> Any:
@@ -192,7 +207,7 @@ def tokenizer_in(directory: Path, kind: str = "") -> Any:
 
 @torch.inference_mode()
 def build(
-    kind: type[Decoder], config: PretrainedConfig, weights: Weights, length: int | None
+    kind: Callable[..., Decoder], config: PretrainedConfig, weights: Weights, length: int | None
 ) -> Decoder:
     """A model from any source of weights."""
     return kind(config, weights, length or positions(config)).eval()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.layout import Tensors, check_fit, check_missing, layout
+from anybit.checkpoint.layout import Tensors, check_fit, check_missing, cut_as, layout
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
@@ -25,7 +25,7 @@ from anybit.files.safetensors import stored_tensors
 from anybit.kernels.ahead import Uncompiled
 from anybit.kernels.between import of
 from anybit.nn.embedding import QuantEmbedding, embedding_layers
-from anybit.nn.experts import published
+from anybit.nn.experts import Layout, published
 from anybit.nn.grouped import merge
 from anybit.nn.linear import check_finite, check_grid
 from anybit.nn.multiplier import Keep, Multiplier
@@ -33,6 +33,10 @@ from anybit.nn.plan import Plan, Spec, patterns_for
 from anybit.quantizers.quantize import quantize_tensor
 from anybit.quantizers.rtn import RTN
 
+# How experts lie together in layers that transformers does not know.
+GATED = Layout(
+    {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, False, False, "plain"
+)
 IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old files hold
 
 
@@ -257,6 +261,21 @@ class Checkpoint(Weights):
         # What transformers leaves out without a word, such as layers for further tokens, may stay.
         self.unread, self.certain = set(found.known), found.certain
 
+    def as_layer(self, name: str, other: str) -> None:
+        """Read layers within `name`, which transformers does not know, as those within another."""
+        for key, tensor in [*self.stored.items()]:
+            experts, _, end = key.rpartition(".")
+            if key.startswith(f"{name}.") and experts.endswith(".experts") and end in GATED.layers:
+                self.stored = {**self.stored, **cut_as(key, tensor, GATED)}
+        names = {n.rpartition(".")[0] for n in self.stored if n.startswith(f"{other}.")}
+        found = {n: self.schemes.get(n) for n in names}
+        if self.formats is not None:
+            coded = (n for n in names if f"{n}.weight" not in self.stored)
+            found |= {n: self._planned(n) for n in coded}
+        self.schemes = {**self.schemes} | {
+            name + n.removeprefix(other): scheme for n, scheme in found.items() if scheme
+        }
+
     def least_bytes(self) -> int:
         """What the weights take on the device, at least: what may be left unread does not count."""
         total = 0
@@ -313,11 +332,13 @@ class Checkpoint(Weights):
                 self.plan[name] = self._scheme(name)
         return super().head(name, words, tied)
 
-    def check_all_read(self) -> None:
-        """ValueError when the checkpoint holds tensors that the model has no place for."""
-        left = sorted(
-            name for name in self.unread if not any(fnmatchcase(name, p) for p in IGNORED)
-        )
+    def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
+        """ValueError when the checkpoint holds tensors that the model has no place for.
+
+        ignored: patterns of names that may be left over, beside IGNORED.
+        """
+        patterns = (*IGNORED, *ignored)
+        left = sorted(n for n in self.unread if not any(fnmatchcase(n, p) for p in patterns))
         if left:
             raise InvalidInput(
                 f"{self.directory}: {len(left)} tensors have no place in the model that its "
@@ -336,14 +357,16 @@ class Checkpoint(Weights):
         self.unread.discard(name)
         return stored.read()
 
+    def _planned(self, name: str) -> str | None:
+        matches = patterns_for(name, self.named, name in self.embeddings)
+        return self.named[matches[-1]] if matches else None
+
     def _scheme(self, name: str) -> str:
-        plan = self.named
-        matches = patterns_for(name, plan, name in self.embeddings)
-        scheme = plan[matches[-1]] if matches else None
+        scheme = self._planned(name)
         if scheme is None:
             raise InvalidInput(
                 f"{self.directory}: tensor {name + '.weight'!r} is missing, and config.json names "
-                f"no format for it ({plan_text(plan)})"
+                f"no format for it ({plan_text(self.named)})"
             )
         return scheme
 

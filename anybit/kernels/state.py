@@ -121,6 +121,37 @@ class RowStates:
         return joined(out)
 
 
+class Hidden(NamedTuple):
+    """A vector of every token: hidden states of a model, for a head that guesses what follows."""
+
+    size: int
+    dtype: torch.dtype
+
+    def empty(self, room: Room) -> "HiddenStates":
+        # One more takes what tokens without a slot write, who have -1.
+        shape = (room.blocks * room.block_size + 1, self.size)
+        return HiddenStates(zeros(shape, self.dtype, room.device))
+
+
+class HiddenStates:
+    """Vectors (slots + 1, size) by slots of tokens."""
+
+    by_kernels = True
+
+    def __init__(self, values: Tensor):
+        self.values = values
+
+    @property
+    def nbytes(self) -> int:
+        return self.values[1:].nbytes
+
+    def read(self, slots: Tensor) -> Tensor:
+        return self.values.index_select(0, slots % len(self.values))
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        self.values[slots] = values
+
+
 class Late(NamedTuple):
     """The latest inputs of texts whose tokens may be taken back, beside states without them.
 

@@ -47,8 +47,9 @@ Length = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Speculative decoding: ngram (what followed earlier in the sequence), auto (a copy of "
-        "the model in 4 bits), or a smaller model with the same tokenizer.",
+        help="Speculative decoding: ngram (what followed earlier in the sequence), mtp (the "
+        "model's own head for further tokens), auto (a copy of the model in 4 bits), or a smaller "
+        "model with the same tokenizer.",
         rich_help_panel=ADVANCED,
     ),
 ]

@@ -134,7 +134,7 @@ def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> Non
         ({"draft": "ngram", "draft_tokens": 0}, "draft_tokens=0; give 1 or more"),
         ({"draft": "auto", "deterministic": True}, "deterministic and draft exclude each other"),
         ({"draft": PICO}, "pico' has other tokens than the model .4096 and 96.; give one"),
-        ({"draft": "nowhere"}, "'nowhere' is neither ngram nor auto nor the directory"),
+        ({"draft": "nowhere"}, "'nowhere' is neither ngram, mtp nor auto, nor the"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(

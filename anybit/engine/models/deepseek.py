@@ -11,7 +11,7 @@ from anybit.core.packed import Packed
 from anybit.engine.experts import picked
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE
+from anybit.engine.models.layers import MLP, Attention, Decoder, Further, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
@@ -179,6 +179,13 @@ class DeepseekV2(Decoder):
 
 class DeepseekV3(DeepseekV2):
     moe = MoEV3
+
+    @classmethod
+    def further(cls, config: PretrainedConfig) -> Further:
+        count = config.num_hidden_layers
+        names = "enorm", "hnorm", "eh_proj", "shared_head.norm"
+        at = f"{cls.prefix}.layers.{count}"
+        return Further(at, at, *names, count - 1)
 
 
 class Glm4Moe(DeepseekV3):

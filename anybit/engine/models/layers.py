@@ -18,7 +18,7 @@ from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside, rms_norm
 from anybit.kernels.kv.cache import Heads, LayerCache
-from anybit.kernels.state import LayerState, Memory
+from anybit.kernels.state import Hidden, HiddenStates, LayerState, Memory, Recurrence
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
 
@@ -31,6 +31,23 @@ class NormKind(NamedTuple):
 
     wide: bool = False
     offset: float = 0.0
+
+
+class Further(NamedTuple):
+    """Names of what guesses further tokens, in a checkpoint: an MTP head, see `mtp.py`.
+
+    prefix: of all its tensors. layer: its decoder layer. embedding, hidden: norms of its inputs.
+    project: from both to the layer's input. norm: behind the layer. like: the layer of the model
+    that it is like.
+    """
+
+    prefix: str
+    layer: str
+    embedding: str
+    hidden: str
+    project: str
+    norm: str
+    like: int
 
 
 class Norms(NamedTuple):
@@ -318,10 +335,12 @@ class Decoder(nn.Module):
     which they run. prefix: of its tensors' names. mlp_name: of what lies behind attention.
     words_name, norm_name: of the embeddings and the last norm. norms: of each block. hosted:
     whether it is transformers' own. exact_answers: whether layers with activations of int8 round
-    those of answers to 16 bits.
+    those of answers to 16 bits. remembers: whether hidden states are kept, in the last of the
+    memories.
     """
 
     exact_answers = False
+    remembers = False
 
     hosted: ClassVar[bool] = False
     prefix: ClassVar[str] = "model"
@@ -413,7 +432,22 @@ class Decoder(nn.Module):
         given = iter(states)
         for layer, rope in zip(self.layers, self.ropes, strict=True):
             x, delta = layer(x, delta, rope, given, batch)
-        return self.norm(x, delta)[0]
+        hidden: Tensor = self.norm(x, delta)[0]
+        if self.remembers:
+            last = states[-1]
+            assert isinstance(last, HiddenStates)
+            last.write(batch.slots, hidden)
+        return hidden
+
+    def remember(self) -> None:
+        """Keep hidden states of all tokens from now on."""
+        size, dtype = self.config.hidden_size, self.embed_tokens.dtype
+        self.memories, self.remembers = [*self.memories, Hidden(size, dtype)], True
+
+    @classmethod
+    def further(cls, config: PretrainedConfig) -> Further | None:
+        """Names of the head that guesses further tokens; None: no such head is known."""
+        return None
 
     @property
     def capturable(self) -> bool:
@@ -431,7 +465,7 @@ class Decoder(nn.Module):
     @property
     def recurrent(self) -> bool:
         """Whether layers keep states, which tokens change for good."""
-        return len(self.heads) < len(self.memories)
+        return any(isinstance(m, Recurrence) for m in self.memories)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""

@@ -2,9 +2,10 @@
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import Attention, Decoder, Mixer, NormKind, norm_eps
+from anybit.engine.models.layers import Attention, Decoder, Further, Mixer, NormKind, norm_eps
 from anybit.engine.models.qwen_moe import SharedMoE, is_sparse
 from anybit.engine.models.recurrent import DeltaSizes, GatedDelta
 from anybit.engine.models.rope import Rope
@@ -14,6 +15,12 @@ from anybit.engine.weights import Weights
 class Qwen3_5(Decoder):
     norm_kind = NormKind(wide=True, offset=1.0)
     together = False  # whether projections of the delta rule are
+
+    @classmethod
+    def further(cls, config: PretrainedConfig) -> Further | None:
+        full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+        names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+        return Further("mtp", "mtp.layers.0", *names, full[-1]) if full else None
 
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         for images in ("mrope_section", "mrope_interleaved"):  # all axes of text are one
