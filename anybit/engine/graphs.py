@@ -38,6 +38,7 @@ PROMPTS = (16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, 20
 MOST_SINGLE = 256  # sequences with one token, and drafted tokens, beside prompts
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,
          torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}  # fmt: skip
+SEQUENTIAL = 512  # of them at most through recurrences, which go from token to token
 FAR = 1 << 11  # tokens of a text that shows what those before a token cost
 LONGEST = 1 << 14  # tokens of one sequence beside prompts: a single program reads all before it
 
@@ -48,21 +49,24 @@ class Rows:
     A step runs as the next larger size; its unused rows have slot -1, so they write nothing, and
     unused sequences have context 0 and nobody's row of states. single: the most sequences with one
     token. prompts: the most others. width: blocks of the longest sequence. exact: whether sequences
-    with one token take two rows of a step that reads prompts.
+    with one token take two rows of a step that reads prompts. recurrent: whether prompts go through
+    recurrences.
     """
 
     def __init__(
         self, sizes: Items[int], single: int, prompts: int, width: int, block_size: int,
-        device: torch.device, exact: bool = False,
+        device: torch.device, exact: bool = False, recurrent: bool = False,
     ):  # fmt: skip
         self.exact = exact
+        self.each = 7 if recurrent else 3  # numbers of a sequence
         self.sizes, self.most, self.prompts = sizes, single, prompts
         self.width, self.block_size = width, block_size
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
         # Of every token: itself, position and slot; of every sequence: context, row of states,
-        # tokens that stay, first token, and blocks. On the host, and on the device.
+        # tokens that stay, states that are wanted (`Ragged`), first token, and blocks. On the host,
+        # and on the device.
         pin, lists = device.type == "cuda", single + prompts
-        numbers = 3 * sizes[-1] + 4 * lists + 1
+        numbers = 3 * sizes[-1] + (self.each + 1) * lists + 1
         self.host = [
             torch.zeros(n, dtype=torch.int32, pin_memory=pin) for n in (numbers, lists * width)
         ]
@@ -84,12 +88,12 @@ class Rows:
         return min(size, self.most)
 
     def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any]:
-        """Of the first buffer: tokens, positions and slots (3, size); contexts, rows of states and
-        tokens that stay (3, sequences); starts."""
+        """Of the first buffer: tokens, positions and slots (3, size); contexts, rows of states,
+        tokens that stay, and wanted states (3 or 7, sequences); starts."""
         lists, end = self.single(size) + self.prompts, 3 * size
-        rows = buffer[:end].reshape(3, size)
-        numbers = buffer[end : end + 3 * lists].reshape(3, lists)
-        return rows, numbers, buffer[end + 3 * lists : end + 4 * lists + 1]
+        rows, begin = buffer[:end].reshape(3, size), end + self.each * lists
+        numbers = buffer[end:begin].reshape(self.each, lists)
+        return rows, numbers, buffer[begin : begin + lists + 1]
 
     def fill(self, size: int, scheduled: list[Scheduled], tokens: Tensor | None = None) -> None:
         """Write a step to the device. tokens: as `StepGraphs.logits` has them."""
@@ -108,6 +112,9 @@ class Rows:
                 self._fill_prompt(s, slice(i, i + s.tokens), rows, tables[at_prompt])
                 i += s.tokens
                 numbers[0, at_prompt], starts[at_prompt + 1] = s.first + s.tokens, i
+                numbers[1:3, at_prompt] = s.seq.row, s.first
+                for n, (at, row) in enumerate(s.kept, 1):  # two at most
+                    numbers[2 * n + 1 : 2 * n + 3, at_prompt] = at - s.first, row
                 self.known[at_prompt] = ([], 0)
                 at_prompt, changed = at_prompt + 1, True
                 continue
@@ -124,13 +131,13 @@ class Rows:
                 i += 1
         if singles:
             values, count = np.array(singles).T, len(singles)
-            rows[:, :count], numbers[:, :count] = values[:3], values[3:]
+            rows[:, :count], numbers[:3, :count] = values[:3], values[3:]
         if at_prompt == single:
             starts[single] = i if self.prompts else single
         starts[at_prompt + 1 :] = starts[at_prompt]
         rows[:, i:] = [[0], [0], [-1]]
         lists = numbers.shape[1]
-        of_all = 3 * size + 4 * lists + 1, lists * self.width * changed
+        of_all = 3 * size + (self.each + 1) * lists + 1, lists * self.width * changed
         for which, count in enumerate(of_all):
             self.device[which][:count].copy_(self.host[which][:count], non_blocking=True)
         if self.copied:
@@ -149,7 +156,7 @@ class Rows:
     def batch(self, size: int) -> tuple[Tensor, Batch]:
         """Tokens and the rest of a step of so many rows, as they are on the device."""
         (tokens, positions, slots), numbers, starts = self.parts(self.device[0], size)
-        contexts, states, stay = numbers
+        contexts, states, stay = numbers[:3]
         single, lists = self.single(size), len(contexts)
         # To those who launch, one prompt may be all, and no prompt is whole.
         prompts = [size, *(0,) * (self.prompts - 1)] if self.prompts else []
@@ -164,6 +171,7 @@ class Rows:
             decodes=single,
             rows=states,
             stay=stay,
+            wanted=numbers[3:] if self.each > 3 else None,
         )
 
 
@@ -207,8 +215,9 @@ class StepGraphs:
             short = min(width, LONGEST // block_size) if device.type == "cuda" else width
             single = min(MOST_SINGLE, largest)
             self.prompts = Rows(
-                prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers
-            )
+                prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers,
+                model.recurrent,
+            )  # fmt: skip
         self.heads: dict[int, tuple[Repeated, Tensor]] = {}  # recorded, and what they read
         self.pool: Any = None
         self.captures = 0
@@ -322,13 +331,15 @@ class StepGraphs:
         first: tokens before it.
         """
         longest = min(self.model.length, rows.width * rows.block_size)
-        blocks = next(len(state.k) for state in self.states if isinstance(state, LayerCache))
+        caches = (len(state.k) for state in self.states if isinstance(state, LayerCache))
+        blocks = next(caches, 1)
         out = []
         for at in range(0, size, longest)[: rows.prompts]:
             tokens = min(longest, size - at)
             end = first + tokens
             seq = Sequence("", 0, [0] * end, SamplingParams(), Detokenizer(None, []), end)
             seq.blocks = [i % blocks for i in range(-(-end // rows.block_size))]
+            seq.row = 1 if self.model.recurrent else 0
             out.append(Scheduled(seq, first, tokens, True))
         return [s for s in out if s.tokens > 1]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anybit.engine.graphs import StepGraphs, prompt_sizes
+from anybit.engine.graphs import SEQUENTIAL, StepGraphs, prompt_sizes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.penalties import penalize
 from anybit.engine.prompts import read_prompts
@@ -94,8 +94,9 @@ class ModelRunner:
             elif not self.overlaps:
                 graphs = min(graphs, MOST_RECORDED)
             size, width = room.block_size, -(-model.length // room.block_size)
-            # How scans cut several tokens into pieces is not the same for any texts.
-            reads = not steady and not model.recurrent
+            reads = not steady
+            if model.recurrent:  # a graph knows no pieces that scans cut texts into
+                reads, tokens = reads and model.ragged and not room.back, min(tokens, SEQUENTIAL)
             sizes = (prompt_sizes(tokens) if self.overlaps else RECORDED) if reads else ()
             self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes)
         self.rows = graphs if self.graphs else 1

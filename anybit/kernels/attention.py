@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anybit.kernels.backend import Pairs
-from anybit.kernels.scans import Singles, Texts
+from anybit.kernels.scans import Ragged, Singles, Texts
 
 if TYPE_CHECKING:
     from anybit.kernels.kv.cache import LayerCache
@@ -31,7 +31,7 @@ class Batch:
     many tokens of each sequence no step can take back from it, of those before this step. On the
     host: queries and lengths: tokens of each sequence in this step, and contexts. decodes:
     sequences with one token. kept: of some sequences, rows that get the states behind so many of
-    its tokens.
+    its tokens. wanted: the same on the device, as `Ragged` has it, where the host knows no texts.
     """
 
     positions: Tensor
@@ -45,6 +45,7 @@ class Batch:
     rows: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     stay: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     kept: dict[int, dict[int, int]] = field(default_factory=dict)
+    wanted: Tensor | None = None
 
     def pairs(self, rows: int | None = None) -> Pairs | None:
         """Two rows of codes for sequences with one token, if any are; of `rows`, if given."""
@@ -72,6 +73,10 @@ class Batch:
     def runs(self) -> list["Run"]:
         """What recurrences do: the sequences with one token, and the others."""
         n, out = self.decodes, []
+        if self.wanted is not None:
+            first = self.positions[self.starts[:-1].clamp_max(len(self.positions) - 1)]
+            every = Ragged(self.starts, self.wanted)
+            return [Run(every, self.rows, first, self.stay, slice(None), self.rows)]
         if n:
             rows = self.rows[:n]
             first, stay = self.positions[:n], self.stay[:n]

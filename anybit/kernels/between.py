@@ -338,6 +338,10 @@ class Family:
 
     # Recurrent states.
 
+    def refuse_scan(self, scan: Scan) -> str | None:
+        """None when this family's kernels run a recurrence over `Ragged` texts, or why not."""
+        return "there are no kernels"
+
     def recur(
         self, scan: Scan, states: list[Tensor], x: Tensor, texts: Texts, rows: Tensor,
         seen: Tensor, to: Tensor | None,
@@ -347,13 +351,13 @@ class Family:
         Args:
             scan: What makes outputs and states.
             states: Of all rows.
-            x: Inputs (T, N).
+            x: Inputs (T, N), or a ring (rows, R, N) for `Ring`.
             texts: To which these belong, n of them.
             rows: Whose states each text has, (n,).
             seen: Tokens that these have seen, (n,); 0: they are zeros, whatever the row holds.
             to: Rows that get the states that the scan gives, or None. Row 0 may get any.
         """
-        y, after = scan(taken(states, rows, seen), x, texts)
+        y, after = scan(taken(states, rows, seen), texts.given(x), texts)
         if to is not None:
             write(states, to, after)
         return y

@@ -5,6 +5,8 @@ sums are fp32. Pieces of one token take the recurrence itself, longer ones produ
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +95,10 @@ class Texts:
         tensors = (torch.tensor(t, dtype=torch.int32) for t in numbers)
         return cls(counts, keeps, saved, size, *(t.to(device, non_blocking=True) for t in tensors))
 
+    def given(self, x: Tensor) -> Tensor:
+        """Inputs (T, N) of what a step hands over."""
+        return x
+
     def flat(self, pieces: Tensor) -> Tensor:
         """What pieces (P, L, ...) say of each token, (T, ...)."""
         return pieces.flatten(0, 1).index_select(0, self.places)
@@ -165,6 +171,7 @@ class Singles(Texts):
 
     def __init__(self, count: int):
         self.counts, self.kept = [count], [[]]
+        self.late: dict[int, Any] = {}  # what layers share whose tokens may be taken back
 
     def flat(self, pieces: Tensor) -> Tensor:
         return pieces[:, 0]
@@ -190,18 +197,54 @@ class Padded(Texts):
 
     def __init__(self, lengths: Tensor, size: int):
         self.counts, self.kept, self.size, self.lengths = [len(lengths)], [[]], size, lengths
-        self.real = torch.arange(size, device=lengths.device) < lengths[:, None]
+
+    @cached_property
+    def real(self) -> Tensor:  # type: ignore[override]
+        """Which places are tokens, (n, L)."""
+        return torch.arange(self.size, device=self.lengths.device) < self.lengths[:, None]
 
     def flat(self, pieces: Tensor) -> Tensor:
         return pieces.flatten(0, 1)
 
     def pieces(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, self.real.shape)
+        return x.unflatten(0, (-1, self.size))
 
     def windowed(self, window: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         whole = torch.cat([window, self.pieces(x)], 1)
         at = self.lengths[:, None] + torch.arange(window.shape[1], device=x.device)
         return whole, whole.gather(1, at[..., None].expand(-1, -1, whole.shape[2]).long())
+
+
+class Ring(Padded):
+    """Texts of up to L tokens each, which lie in rows of a ring at their positions modulo its size.
+
+    rows: of each text, (n,). first: its first position, and stop: the one behind its last.
+    """
+
+    def __init__(self, rows: Tensor, first: Tensor, stop: Tensor, size: int):
+        super().__init__(stop - first, size)
+        self.rows, self.first = rows, first
+
+    def given(self, x: Tensor) -> Tensor:
+        """(n * L, N) of a ring (rows, R, N), zeros behind each text."""
+        own = torch.arange(self.size, dtype=self.first.dtype, device=x.device)
+        at = self.rows[:, None] * x.shape[1] + (self.first[:, None] + own) % x.shape[1]
+        found = x.flatten(0, 1).index_select(0, at.flatten())
+        return found.masked_fill(~self.real.view(-1, 1), 0)
+
+
+class Ragged(Texts):
+    """Texts whose tokens lie one after the other, known on the device alone; for kernels.
+
+    starts: the first token of each, and the one behind the last, int32 (n + 1,). wanted: int32 (4,
+    n): behind how many tokens of each its states are wanted, too, and the row that gets them, and
+    both once more; row 0: none are.
+    """
+
+    size, near = 1, False
+
+    def __init__(self, starts: Tensor, wanted: Tensor):
+        self.starts, self.wanted = starts, wanted
 
 
 def read(x: Tensor, at: Tensor) -> Tensor:

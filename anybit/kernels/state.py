@@ -12,8 +12,8 @@ from torch import Tensor
 from anybit.kernels.attention import Batch, Run
 from anybit.kernels.between import of
 from anybit.kernels.kv.format import KvFormat, zeros
-from anybit.kernels.recurrences import Scan, taken, write
-from anybit.kernels.scans import Padded, Singles, Texts, joined
+from anybit.kernels.recurrences import Scan
+from anybit.kernels.scans import Ring, Singles, joined
 
 
 class Room(NamedTuple):
@@ -176,35 +176,48 @@ class Late(NamedTuple):
 
     def advance(self, states: list[Tensor], scan: Scan, x: Tensor, run: Run) -> Tensor:
         """Outputs (T, M) of some texts."""
-        rows, stay = run.rows, run.stay
+        rows, stay, recur = run.rows, run.stay, of(x).recur
         # A row's last text may have seen more.
         seen = torch.minimum(self.seen.index_select(0, rows), stay)
+        before = Ring(rows, seen, stay, self.back)
         if not isinstance(run.texts, Singles):
-            _, before = scan(taken(states, rows, seen), *self.between(rows, seen, stay))
-            y, after = scan(before, x, run.texts)
+            recur(scan, states, self.inputs, before, rows, seen, rows)
+            y = recur(scan, states, x, run.texts, rows, stay, run.to)
             text, _, passed = run.texts.ends
-            write(states, run.to, after)
             self.seen[run.to] = stay[text] + passed
             return y
-        recur = of(x).recur
-        # The first of a text's tokens, which lie side by side, writes its states.
-        to = torch.where(rows == torch.cat([rows.new_zeros(1), rows[:-1]]), 0, rows)
-        recur(scan, states, *self.between(rows, seen, stay), rows, seen, to)
+        step = run.texts.late.get(self.back) or Guessed.of(run, self.inputs.shape[1], self.back)
+        run.texts.late[self.back] = step
+        recur(scan, states, self.inputs, before, rows, seen, step.to)
         self.seen[rows] = stay
-        self.inputs.flatten(0, 1)[self.places(rows, run.first)] = x
-        y = recur(scan, states, *self.between(rows, stay, run.first + 1), rows, stay, None)
-        last = torch.arange(len(x), dtype=rows.dtype, device=x.device) * self.back
-        return y.index_select(0, last + run.first - stay)
+        self.inputs.flatten(0, 1)[step.places] = x
+        y = recur(scan, states, self.inputs, step.texts, rows, stay, None)
+        return y.index_select(0, step.last)
 
-    def places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Where inputs lie among those of all rows."""
-        size = self.inputs.shape[1]
-        return rows * size + positions % size
 
-    def between(self, rows: Tensor, first: Tensor, stop: Tensor) -> tuple[Tensor, Texts]:
-        """Inputs (n * back, N) of each row from a position on, zeros from another on."""
-        texts = Padded(stop - first, self.back)
-        own = torch.arange(self.back, dtype=first.dtype, device=first.device)
-        places = self.places(rows[:, None], first[:, None] + own).flatten()
-        found = self.inputs.flatten(0, 1).index_select(0, places)
-        return found.masked_fill(~texts.real.view(-1, 1), 0), texts
+class Guessed(NamedTuple):
+    """What a step with single tokens is to layers whose tokens may be taken back.
+
+    Attributes:
+        texts: The inputs behind those that stay, to each token itself.
+        last: Where the outputs of these tokens are among those of all texts.
+        places: Of the tokens in the ring.
+        to: Rows that get states: the first of a text's tokens, which lie side by side, writes them.
+    """
+
+    texts: Ring
+    last: Tensor
+    places: Tensor
+    to: Tensor
+
+    @classmethod
+    def of(cls, run: Run, size: int, back: int) -> "Guessed":
+        rows, first, stay = run.rows, run.first, run.stay
+        own = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
+        other = torch.cat([rows.new_zeros(1), rows[:-1]])
+        return cls(
+            Ring(rows, stay, first + 1, back),
+            own * back + first - stay,
+            rows * size + first % size,
+            torch.where(rows == other, 0, rows),
+        )

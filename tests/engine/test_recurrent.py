@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from anybit.engine import graphs, model_runner
 from anybit.engine.engine import Engine
+from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner, state_bytes
 from anybit.engine.models.hosted import Hosted
+from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
+from anybit.kernels.between import Family, of
 from anybit.kernels.scans import CHUNK
 from anybit.kernels.state import Room, RowStates
 from tests.engine.conftest import ARCHITECTURES, RECURRENT, prompts, random_model, reference
+from tests.engine.test_between import register
 from tests.engine.test_engine import (
     assert_no_block_is_held,
     assert_same,
@@ -242,3 +248,39 @@ def test_a_convolution_of_single_tokens_keeps_no_state(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     (output,) = llm.generate([[5, 6, 7]], GREEDY)
     assert output.tokens == reference(model, [5, 6, 7], 9)
+
+
+def test_prompts_are_read_by_kernels_that_know_no_texts(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in graphs of a GPU: beside single tokens, in chunks, and from prefixes' ends."""
+    triton = pytest.importorskip("anybit.kernels.triton.between").FAMILY
+    own = type(of(torch.empty(0)))
+    names = ("recur", "refuse_scan", "gated_norm")
+    kernels = {name: staticmethod(getattr(triton, name)) for name in names}
+    both = type("Both", (own,), kernels | {"record": Family.record})()
+    register(monkeypatch, (both, "cpu", "torch"))
+    monkeypatch.setattr(graphs, "MOST_PROMPTS", 2)
+    monkeypatch.setattr(model_runner, "RECORDED", (8,))
+    llm = LLM(checkpoint("qwen3_5"), max_tokens=8, block_size=2, max_running=2)
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.graphs is not None
+    with torch.inference_mode():
+        runner.graphs.capture_all()
+    read: list[int] = []
+    usual = StepGraphs.hidden
+
+    def hidden(self: StepGraphs, scheduled: list[Scheduled]) -> torch.Tensor:
+        read.append(sum(len(s.kept) for s in scheduled))
+        return usual(self, scheduled)
+
+    monkeypatch.setattr(StepGraphs, "hidden", hidden)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_5"))
+    base, params = [5, 6, 7, 8, 9, 4], replace(GREEDY, max_tokens=3)
+    for many in ([base, [3, 4, 5]], [[*base, 11, 12, 13], [*base, 14, 15]]):
+        got = llm.generate(many, params)
+        assert [output.tokens for output in got] == [reference(model, p, 3) for p in many]
+    assert llm.engine.scheduler.prefix_hits > 0
+    assert len(read) > 2
+    assert sum(read) > 2

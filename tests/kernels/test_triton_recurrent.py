@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 
 from anybit.kernels.between import TORCH
 from anybit.kernels.recurrences import Convolution, DeltaRule, Scan, StateSpace
-from anybit.kernels.scans import Padded, Singles, Texts
+from anybit.kernels.scans import Ragged, Ring, Singles, Texts
 from anybit.kernels.triton import recurrent as kernel
 from anybit.kernels.triton.between import FAMILY
 from tests.kernels.compiling import Job, built
@@ -59,30 +60,47 @@ def made(kind: str, dtype: torch.dtype, random: torch.Generator) -> tuple[Scan, 
 def test_kernels_are_the_recurrence(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of single tokens and of several, in rows that begin anew, and to other rows or none."""
+    """Single tokens, some in rings, and whole texts; for rows that begin anew or that are nobody's,
+    to other rows or none."""
     monkeypatch.setattr(kernel, "STATE", 256)  # several programs for a head
     random = torch.Generator().manual_seed(3)
     scan, states, numbers = made(kind, dtype, random)
-    rows, seen = torch.tensor([3, 1, 6, 2]), torch.tensor([9, 0, 1, 4])
-    few = Padded(torch.tensor([2, 4, 0, 1], dtype=torch.int32, device=DEVICE), 4)
-    elsewhere = torch.tensor([3, 0, 5, 4])
-    for texts, to in [(Singles(4), rows), (few, elsewhere), (few, None)]:
-        count = 4 * texts.size
-        wide = torch.randn(count, numbers + 3, generator=random).to(dtype).to(DEVICE)
-        x = wide[:, :numbers]  # rows lie apart
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+
+    def normal(*shape: int) -> Tensor:
+        wide = torch.randn(*shape, numbers + 3, generator=random).to(dtype).to(DEVICE)
+        return wide[..., :numbers]  # rows lie apart
+
+    def whole(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    def check(
+        x: Tensor, texts: Texts, live: Any, given: tuple[Any, ...], by: tuple[Any, ...] = ()
+    ) -> None:
+        """Kernels do what the definition does, `by` other texts, in all rows but the first."""
         mine, want = [s.clone() for s in states], [s.clone() for s in states]
-        given = [t if t is None else t.int().to(DEVICE) for t in (rows, seen, to)]
-        assert kernel.takes(scan, texts)
-        got = FAMILY.recur(scan, mine, x, texts, *given)  # type: ignore[arg-type]
-        expected = TORCH.recur(scan, want, x, texts, *given)  # type: ignore[arg-type]
-        live = texts.real.flatten() if isinstance(texts, Padded) else slice(None)
-        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {
-            "rtol": 0.02, "atol": 0.02}  # fmt: skip
+        got = FAMILY.recur(scan, mine, x, texts, *given)[live]
+        expected = TORCH.recur(scan, want, *(by or (x, texts, *given)))[live]
         assert got.dtype == expected.dtype
-        torch.testing.assert_close(got[live], expected[live], **close)
+        torch.testing.assert_close(got, expected, **close)
         for one, other in zip(mine, want, strict=True):
-            torch.testing.assert_close(one, other, **close)
-        states = want
+            torch.testing.assert_close(one[1:], other[1:], **close)
+
+    rows, seen = whole(3, 1, 0, 2), whole(9, 0, 1, 4)
+    check(normal(4), Singles(4), [0, 1, 3], (rows, seen, rows))
+    for to in (whole(3, 0, 0, 4), None):
+        ring = Ring(rows, seen, seen + whole(2, 4, 0, 1), 4)
+        check(normal(ROWS, 6).contiguous(), ring, ring.real.flatten(), (rows, seen, to))
+    rows, seen, lengths = whole(5, 4, 2), whole(0, 3, 1), [3, 6, 1]
+    cut = Texts.cut(lengths, {0: [2], 1: [1, 5]}, DEVICE)
+    order = cut.order.tolist()
+    wanted = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
+    wanted[:, 0], wanted[:, 1] = whole(2, 6, 0, 0), whole(1, 3, 5, 1)
+    to = torch.cat([rows[order], whole(*({(0, 2): 6, (1, 1): 3, (1, 5): 1}[s] for s in cut.saved))])
+    given = tuple(torch.cat([t, whole(0)]) for t in (rows, seen, rows))  # one row is nobody's
+    texts = Ragged(whole(0, 3, 9, 10, 11), wanted)
+    x = normal(12)
+    check(x, texts, slice(10), given, (x[:10], cut, rows[order], seen[order], to))
 
 
 def test_small_time_steps_keep_their_digits() -> None:
@@ -107,8 +125,8 @@ def test_what_has_no_kernel_is_the_definition() -> None:
     other = replace(scan, conv=replace(scan.conv, act=F.gelu))
     x = torch.randn(3, numbers, generator=random).to(DEVICE)
     three = torch.tensor([1, 2, 3], dtype=torch.int32, device=DEVICE)
-    cut = Texts.cut([2, 1], {}, DEVICE)
-    assert not kernel.takes(scan, cut)
+    assert FAMILY.refuse_scan(other)
+    assert FAMILY.refuse_scan(scan) is None
     two = [s.clone() for s in states], [s.clone() for s in states]
     got, want = (
         family.recur(other, own, x, Singles(3), three, three, three)
@@ -130,20 +148,17 @@ def test_norms_with_gates(first: bool, groups: int, weights: int) -> None:
 
 def test_kernels_compile_without_a_gpu(compilers: Callable[..., Executor]) -> None:
     """With Qwen3-Next's and Mamba 2's sizes, and nothing spilled."""
-    kinds = dict.fromkeys(
-        ("L", "C", "X_STRIDE", "DT_STRIDE", "S_STRIDE", "GATE_STRIDE", "N"), "i32"
-    )
-    kinds |= dict.fromkeys(
-        ("weight", "bias", "window", "mixed", "dt", "strengths", "gate"), "*bf16"
-    )
-    kinds |= dict.fromkeys(("rows", "seen", "lengths", "to"), "*i32")
+    numbers = "L", "RING", "TEXTS", "C", "N", "X_STRIDE", "DT_STRIDE", "S_STRIDE", "GATE_STRIDE"
+    halves = "weight", "bias", "window", "mixed", "dt", "strengths", "gate"
+    kinds = dict.fromkeys(numbers, "i32") | dict.fromkeys(halves, "*bf16")
+    kinds |= dict.fromkeys(("rows", "seen", "lengths", "starts", "places", "kept", "to"), "*i32")
     kinds |= dict.fromkeys(("a", "d", "dt_bias", "state"), "*fp32") | {"EPS": "fp32"}
     space = {"HEADS": 128, "GROUPS": 1, "DIM": 64, "STATES": 128, "TILE": 16, "WIDE": 128}
     delta = {"HEADS": 16, "V_HEADS": 32, "DIM": 128, "V_DIM": 128, "SCALE": 128**-0.5}
     norm = {"GROUPS": 32, "SHARED": True, "FIRST": False, "WIDE": 128}
     for name, x, out, constants in [
-        ("_convolve", "*bf16", "*bf16", {"K": 4, "SILU": True, "WIDE": 256, "L": 1}),
-        ("_space", "*bf16", "*fp32", space),
+        ("_convolve", "*bf16", "*bf16", {"K": 4, "SILU": True, "WIDE": 256}),
+        ("_space", "*bf16", "*fp32", space | {"lengths": None, "places": None}),
         ("_delta", "*bf16", "*fp32", delta | {"TILE": 16, "WIDE": 128}),
         ("_gated_norm", "*fp32", "*bf16", norm),
     ]:

@@ -18,6 +18,7 @@ from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside, rms_norm
 from anybit.kernels.kv.cache import Heads, LayerCache
+from anybit.kernels.recurrences import Scan
 from anybit.kernels.state import Hidden, HiddenStates, LayerState, Memory, Recurrence
 from anybit.nn.multiplier import Frozen, Multiplier
 from anybit.nn.routing import mixture
@@ -81,11 +82,13 @@ class RMSNorm(nn.Module):
 class Mixer(nn.Module):
     """What a block expects of what looks at other tokens: attention, or a recurrence.
 
-    in_proj: what its input goes into. gathers: whether no kernel does it.
+    in_proj: what its input goes into. gathers: whether no kernel does it. scans: recurrences that
+    it has.
     """
 
     in_proj: nn.Module
     gathers: bool = False
+    scans: tuple[Scan, ...] = ()
 
     @property
     def memory(self) -> Memory:
@@ -466,6 +469,12 @@ class Decoder(nn.Module):
     def recurrent(self) -> bool:
         """Whether layers keep states, which tokens change for good."""
         return any(isinstance(m, Recurrence) for m in self.memories)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether kernels run all recurrences over texts that the device alone knows."""
+        family = of(self.embed_tokens)
+        return not any(family.refuse_scan(s) for m in mixers_of(self) for s in m.scans)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (B, hidden) -> logits (B, vocabulary)."""

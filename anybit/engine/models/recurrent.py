@@ -41,6 +41,7 @@ class ShortConv(Mixer):
         size, bias = config.hidden_size, bool(config.conv_bias)
         self.in_proj = weights.linear([f"{name}.in_proj"], [3 * size], size, bias)
         self.conv = convolution(weights, f"{name}.conv", size, config.conv_L_cache, bias)
+        self.scans = (self.conv,)
         self.out_proj = weights.linear([f"{name}.out_proj"], [size], size, bias)
 
     @property
@@ -136,6 +137,7 @@ class Mamba2(Mixer):
             for part in ("A_log", "D", "dt_bias")
         )
         self.scan = StateSpace(conv, -a.exp(), d, dt_bias, dim, states)
+        self.scans = (self.scan,)
         self.norm = GatedNorm(
             weights, f"{name}.norm", inner, groups if norm else None, eps, gate_first
         )
@@ -193,6 +195,7 @@ class Mamba1(Mixer):
             weights, f"{name}.conv1d", inner, c.mamba_d_conv, bool(c.mamba_conv_bias),
             activation(c.hidden_act),
         )  # fmt: skip
+        self.scans = self.conv, self.scan
         self.x_proj = weights.linear([f"{name}.x_proj"], [sum(self.parts)], inner)
         self.dt_proj = weights.linear([f"{name}.dt_proj"], [inner], c.mamba_dt_rank)
         self.dt_bias, self.d = (
@@ -278,6 +281,7 @@ class GatedDelta(Mixer):
             for part in ("A_log", "dt_bias")
         )
         self.scan = DeltaRule(conv, -a.exp(), dt_bias, heads, dim, v_dim)
+        self.scans = (self.scan,)
         self.norm = GatedNorm(
             weights, f"{name}.norm", inner, v_heads, eps, gate_first=False, shared=True
         )

@@ -9,7 +9,7 @@ from anybit.kernels.between import AS_IT_IS, Family, Wanted
 from anybit.kernels.hopper import plain
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.recurrences import Scan
-from anybit.kernels.scans import Texts
+from anybit.kernels.scans import Ragged, Ring, Singles, Texts
 from anybit.kernels.triton import (
     activation,
     attention,
@@ -106,9 +106,12 @@ class Triton(Family):
         self, scan: Scan, states: list[Tensor], x: Tensor, texts: Texts, rows: Tensor,
         seen: Tensor, to: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        if recurrent.takes(scan, texts):
+        if recurrent.known(scan) and isinstance(texts, Singles | Ring | Ragged):
             return recurrent.recur(scan, states, x, texts, rows, seen, to)
         return super().recur(scan, states, x, texts, rows, seen, to)
+
+    def refuse_scan(self, scan: Scan) -> str | None:
+        return None if recurrent.known(scan) else super().refuse_scan(scan)
 
     gated_norm = staticmethod(recurrent.gated_norm)
     paths = staticmethod(viterbi.paths)

@@ -1,4 +1,4 @@
-"""Recurrences over a few tokens of each text: convolutions, Mamba 2, the gated delta rule, norms.
+"""Recurrences from token to token: convolutions, Mamba 2, the gated delta rule, and norms.
 
 A launch for the convolution, and one for the state: heads that share channels of the convolution
 would otherwise read its window while another one moves it on. A program of the second keeps its
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anybit.kernels.recurrences import Convolution, DeltaRule, Scan, StateSpace
-from anybit.kernels.scans import Padded, Singles, Texts
+from anybit.kernels.scans import Ragged, Ring, Singles
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap, side_by_side
 from anybit.kernels.triton.lang import settle
 from anybit.kernels.triton.tiles import next_power_of_2
@@ -39,58 +39,109 @@ def _softplus(x):
 
 
 @triton.jit
-def _text(rows, seen, lengths, L):
-    """Of a program's text: its row, whether that holds its states, and how many tokens it has."""
+def _text(rows, seen, lengths, starts, to, L):
+    """Of a program's text: its number, its row, whether that holds its states, the first of its
+    outputs, how many tokens it has, and the row that its states go to. Row 0 is nobody's."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
-    going = tl.load(seen + i) > 0
-    count = L
+    going = (tl.load(seen + i) > 0) & (row > 0)
+    first, count = i * L, L
+    if starts is not None:
+        first = tl.load(starts + i).to(tl.int64)
+        count = tl.load(starts + i + 1) - first.to(tl.int32)
     if lengths is not None:
         count = tl.minimum(tl.load(lengths + i).to(tl.int32), L)
-    return i, row, going, count
+    target = row * 0
+    if to is not None:
+        target = tl.load(to + i).to(tl.int64)
+    return i, row, going, first, tl.where(row > 0, count, 0), target
 
 
 @triton.jit
+def _input(first, t, row, places, i, RING):
+    """Where the input t of a text lies: behind its first, or in its row of a ring."""
+    at = first + t
+    if places is not None:
+        at = row * RING + (tl.load(places + i) + t) % RING
+    return at
+
+
+@triton.jit
+def _kept(kept, i, TEXTS, which: tl.constexpr):
+    """Behind how many tokens a text's states are wanted, too, and the row that gets them."""
+    at, row = 0, 0
+    if kept is not None:
+        at = tl.load(kept + 2 * which * TEXTS + i)
+        row = tl.load(kept + (2 * which + 1) * TEXTS + i)
+    return at, row
+
+
+@triton.jit
+def _at(x, own, c, live, going, first, t, row, places, i, RING, C, X_STRIDE, K: tl.constexpr):
+    """Channels of the token t of a text; of its window, where that is negative."""
+    there = _input(first, t, row, places, i, RING)
+    v = tl.load(x + there * X_STRIDE + c, mask=live & (t >= 0), other=0)
+    return v + tl.load(own + (t + K - 1) * C, mask=live & (t < 0) & going, other=0)
+
+
+@triton.jit(do_not_specialize=["TEXTS"])
 def _convolve(
-    x, weight, bias, window, rows, seen, lengths, to, out, L, C, X_STRIDE, K: tl.constexpr,
-    SILU: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, window, rows, seen, lengths, starts, places, kept, to, out, L, RING, TEXTS, C,
+    X_STRIDE, K: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a text: sums over each token and the K - 1 before it; then the window."""
     launch_next(PDL)
     c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     live = c < C
     after_previous(PDL)
-    i, row, going, count = _text(rows, seen, lengths, L)
+    i, row, going, first, count, target = _text(rows, seen, lengths, starts, to, L)
     own = window + row * (K - 1) * C + c
-    tokens = x + i * L * X_STRIDE + c
     for t in range(count):
         total = tl.zeros((WIDE,), tl.float32)
         for j in tl.static_range(K):
-            at = t + j - (K - 1)
-            v = tl.load(tokens + at * X_STRIDE, mask=live & (at >= 0), other=0)
-            before = tl.load(own + (at + K - 1) * C, mask=live & (at < 0) & going, other=0)
+            v = _at(
+                x, own, c, live, going, first, t + j - (K - 1), row, places, i, RING, C, X_STRIDE, K
+            )
             w = tl.load(weight + c * K + j, mask=live, other=0)
-            total += (v + before).to(tl.float32) * w.to(tl.float32)
+            total += v.to(tl.float32) * w.to(tl.float32)
         if bias is not None:
             total += tl.load(bias + c, mask=live, other=0).to(tl.float32)
         y = total.to(out.dtype.element_ty)
         if SILU:
             y = _sigmoid_times(y.to(tl.float32)).to(out.dtype.element_ty)
-        tl.store(out + (i * L + t) * C + c, y, mask=live)
+        tl.store(out + (first + t) * C + c, y, mask=live)
+    if kept is not None:
+        for which in tl.static_range(2):
+            at, place = _kept(kept, i, TEXTS, which)
+            for j in tl.static_range(K - 1):
+                v = _at(
+                    x, own, c, live, going, first, at + j - (K - 1), row, places, i, RING, C,
+                    X_STRIDE, K,
+                )  # fmt: skip
+                to_kept = window + (place.to(tl.int64) * (K - 1) + j) * C + c
+                tl.store(to_kept, v, mask=live & (place > 0) & (row > 0))
     if to is not None:
-        after = window + tl.load(to + i).to(tl.int64) * (K - 1) * C + c
         for j in tl.static_range(K - 1):  # what is read later lies behind what is written
-            at = count + j - (K - 1)
-            v = tl.load(tokens + at * X_STRIDE, mask=live & (at >= 0), other=0)
-            before = tl.load(own + (at + K - 1) * C, mask=live & (at < 0) & going, other=0)
-            tl.store(after + j * C, v + before, mask=live)
+            v = _at(
+                x, own, c, live, going, first, count + j - (K - 1), row, places, i, RING, C,
+                X_STRIDE, K,
+            )  # fmt: skip
+            after = window + (target * (K - 1) + j) * C + c
+            tl.store(after, v, mask=live & (target > 0) & (row > 0))
 
 
 @triton.jit
+def _keep(state, s, at, live, SIZE: tl.constexpr, passed, wanted, row):
+    """Store a state to a row if so many tokens have passed."""
+    if (passed == wanted) & (row > 0):
+        tl.store(state + row.to(tl.int64) * SIZE + at, s, mask=live)
+
+
+@triton.jit(do_not_specialize=["TEXTS"])
 def _space(
-    mixed, dt, a, d, dt_bias, state, rows, seen, lengths, to, out, L, DT_STRIDE,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATES: tl.constexpr,
-    TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    mixed, dt, a, d, dt_bias, state, rows, seen, lengths, starts, places, kept, to, out, L, RING,
+    TEXTS, DT_STRIDE, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    STATES: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE channels of a head of a text, with all their states, of which WIDE is no less."""
     launch_next(PDL)
@@ -101,25 +152,31 @@ def _space(
     n = tl.arange(0, WIDE)
     factor, skip, bias = tl.load(a + head), tl.load(d + head), tl.load(dt_bias + head)
     after_previous(PDL)
-    i, row, going, count = _text(rows, seen, lengths, L)
+    i, row, going, first, count, target = _text(rows, seen, lengths, starts, to, L)
+    one, place = _kept(kept, i, TEXTS, 0)
+    other, other_place = _kept(kept, i, TEXTS, 1)
     at = (head * DIM + c)[:, None] * STATES + n[None, :]
     live = (c < DIM)[:, None] & (n < STATES)[None, :]
     SIZE: tl.constexpr = HEADS * DIM * STATES
     MIXED: tl.constexpr = HEADS * DIM + 2 * GROUPS * STATES
     s = tl.load(state + row * SIZE + at, mask=live & going, other=0)
     for t in range(count):
-        token = i * L + t
+        token = first + t
         v = mixed + token * MIXED
         x = tl.load(v + head * DIM + c, mask=c < DIM, other=0).to(tl.float32)
         v += HEADS * DIM + group * STATES
         b = tl.load(v + n, mask=n < STATES, other=0).to(tl.float32)
         read = tl.load(v + GROUPS * STATES + n, mask=n < STATES, other=0).to(tl.float32)
-        step = _softplus(tl.load(dt + token * DT_STRIDE + head).to(tl.float32) + bias)
+        how = dt + _input(first, t, row, places, i, RING) * DT_STRIDE + head
+        step = _softplus(tl.load(how).to(tl.float32) + bias)
         s = s * tl.exp(step * factor) + (x * step)[:, None] * b[None, :]
         y = tl.sum(s * read[None, :], 1) + x * skip
         tl.store(out + token * HEADS * DIM + head * DIM + c, y, mask=c < DIM)
+        if kept is not None:
+            _keep(state, s, at, live, SIZE, t + 1, one, place)
+            _keep(state, s, at, live, SIZE, t + 1, other, other_place)
     if to is not None:
-        tl.store(state + tl.load(to + i).to(tl.int64) * SIZE + at, s, mask=live)
+        tl.store(state + target * SIZE + at, s, mask=live & (target > 0) & (row > 0))
 
 
 @triton.jit
@@ -127,11 +184,12 @@ def _unit(v):
     return v * tl.rsqrt(tl.sum(v * v, 0) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["TEXTS"])
 def _delta(
-    mixed, strengths, a, dt_bias, state, rows, seen, lengths, to, out, L, S_STRIDE,
-    HEADS: tl.constexpr, V_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
-    SCALE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    mixed, strengths, a, dt_bias, state, rows, seen, lengths, starts, places, kept, to, out, L,
+    RING, TEXTS, S_STRIDE, HEADS: tl.constexpr, V_HEADS: tl.constexpr, DIM: tl.constexpr,
+    V_DIM: tl.constexpr, SCALE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE channels of a head of V of a text, with the states of all channels of K."""
     launch_next(PDL)
@@ -141,20 +199,22 @@ def _delta(
     k_at = tl.arange(0, WIDE)
     factor, bias = tl.load(a + head), tl.load(dt_bias + head)
     after_previous(PDL)
-    i, row, going, count = _text(rows, seen, lengths, L)
+    i, row, going, first, count, target = _text(rows, seen, lengths, starts, to, L)
+    one, place = _kept(kept, i, TEXTS, 0)
+    other, other_place = _kept(kept, i, TEXTS, 1)
     at = (head * DIM + k_at)[:, None] * V_DIM + v_at[None, :]
     live = (k_at < DIM)[:, None] & (v_at < V_DIM)[None, :]
     SIZE: tl.constexpr = V_HEADS * DIM * V_DIM
     MIXED: tl.constexpr = 2 * HEADS * DIM + V_HEADS * V_DIM
     s = tl.load(state + row * SIZE + at, mask=live & going, other=0)
     for t in range(count):
-        token = i * L + t
+        token = first + t
         own = mixed + token * MIXED + head // (V_HEADS // HEADS) * DIM + k_at
         q = _unit(tl.load(own, mask=k_at < DIM, other=0).to(tl.float32)) * SCALE
         k = _unit(tl.load(own + HEADS * DIM, mask=k_at < DIM, other=0).to(tl.float32))
         own = mixed + token * MIXED + 2 * HEADS * DIM + head * V_DIM + v_at
         v = tl.load(own, mask=v_at < V_DIM, other=0).to(tl.float32)
-        how = strengths + token * S_STRIDE + head
+        how = strengths + _input(first, t, row, places, i, RING) * S_STRIDE + head
         beta = tl.sigmoid(tl.load(how).to(tl.float32))
         step = factor * _softplus(tl.load(how + V_HEADS).to(tl.float32) + bias)
         s = s * tl.exp(step)
@@ -162,8 +222,11 @@ def _delta(
         s += (beta * k)[:, None] * off[None, :]
         y = tl.sum(s * q[:, None], 0)
         tl.store(out + token * V_HEADS * V_DIM + head * V_DIM + v_at, y, mask=v_at < V_DIM)
+        if kept is not None:
+            _keep(state, s, at, live, SIZE, t + 1, one, place)
+            _keep(state, s, at, live, SIZE, t + 1, other, other_place)
     if to is not None:
-        tl.store(state + tl.load(to + i).to(tl.int64) * SIZE + at, s, mask=live)
+        tl.store(state + target * SIZE + at, s, mask=live & (target > 0) & (row > 0))
 
 
 @triton.jit
@@ -191,50 +254,59 @@ def _gated_norm(
     tl.store(out + t * GROUPS * N + at, v.to(out.dtype.element_ty), mask=k < N)
 
 
-def takes(scan: Scan, texts: Texts) -> TypeGuard[Convolution | StateSpace | DeltaRule]:
-    """Whether there are kernels for this."""
-    if not isinstance(texts, Singles | Padded):
-        return False
+Known = Convolution | StateSpace | DeltaRule
+
+
+def known(scan: Scan) -> TypeGuard[Known]:
+    """Whether there are kernels for a recurrence."""
     conv = scan.conv if isinstance(scan, StateSpace | DeltaRule) else scan
     return isinstance(conv, Convolution) and conv.act in (None, F.silu)
 
 
 def recur(
-    scan: Convolution | StateSpace | DeltaRule, states: list[Tensor], x: Tensor, texts: Texts,
-    rows: Tensor, seen: Tensor, to: Tensor | None,
+    scan: Known, states: list[Tensor], x: Tensor, texts: Singles | Ring | Ragged, rows: Tensor,
+    seen: Tensor, to: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`Family.recur` of texts of a few tokens."""
-    x, size, device = side_by_side(x), texts.size, x.device
-    lengths = texts.lengths if isinstance(texts, Padded) else None
-    texts_of = rows, seen, lengths, to
+    """`Family.recur` of texts of a few tokens, or known on the device alone."""
+    size, device, count, ring = texts.size, x.device, len(rows), 0
+    where: list[Tensor | None] = [None] * 4
+    if isinstance(texts, Ring):
+        ring, x = x.shape[1], x.flatten(0, 1)
+        where, tokens = [texts.lengths, None, texts.first, None], count * size
+    else:
+        x, tokens = side_by_side(x), len(x)
+        if isinstance(texts, Ragged):
+            where = [None, texts.starts, None, texts.wanted]
+    given = (rows, seen, *where, to)
+    empty = torch.zeros if isinstance(texts, Ragged) else torch.empty  # padding may be anything
     conv = scan if isinstance(scan, Convolution) else scan.conv
     channels, taps = conv.weight.shape
-    mixed = torch.empty(len(x), channels, dtype=x.dtype, device=device)
-    count = len(rows)
+    mixed = empty(tokens, channels, dtype=x.dtype, device=device)
     _convolve[(count, -(-channels // CHANNELS))](
-        x, conv.weight, conv.bias, states[0], *texts_of, mixed, size, channels, x.stride(0),
-        K=taps, SILU=conv.act is not None, WIDE=CHANNELS, num_warps=4, **overlap(device),
+        x, conv.weight, conv.bias, states[0], *given, mixed, size, ring, count, channels,
+        x.stride(0), K=taps, SILU=conv.act is not None, WIDE=CHANNELS, num_warps=4,
+        **overlap(device),
     )  # fmt: skip
     if isinstance(scan, Convolution):
         return mixed
-    out = torch.empty(len(x), scan.width, dtype=torch.float32, device=device)
+    out = empty(tokens, scan.width, dtype=torch.float32, device=device)
+    rest, sizes = x[:, channels:], (size, ring, count, x.stride(0))
     if isinstance(scan, StateSpace):
         groups, heads = len(scan.a), scan.a.numel()
         wide = next_power_of_2(scan.states)
         tile = min(next_power_of_2(scan.dim), max(1, STATE // wide))
         _space[(count, heads * -(-scan.dim // tile))](
-            mixed, x[:, channels:], scan.a, scan.d, scan.dt_bias, states[1], *texts_of, out, size,
-            x.stride(0), HEADS=heads, GROUPS=groups, DIM=scan.dim, STATES=scan.states, TILE=tile,
-            WIDE=wide, num_warps=4, **overlap(device),
+            mixed, rest, scan.a, scan.d, scan.dt_bias, states[1], *given, out, *sizes, HEADS=heads,
+            GROUPS=groups, DIM=scan.dim, STATES=scan.states, TILE=tile, WIDE=wide, num_warps=4,
+            **overlap(device),
         )  # fmt: skip
         return out
-    wide = next_power_of_2(scan.dim)
+    wide, v_heads = next_power_of_2(scan.dim), len(scan.a)
     tile = min(next_power_of_2(scan.v_dim), max(1, STATE // wide))
-    v_heads = len(scan.a)
     _delta[(count, v_heads * -(-scan.v_dim // tile))](
-        mixed, x[:, channels:], scan.a, scan.dt_bias, states[1], *texts_of, out, size, x.stride(0),
-        HEADS=scan.heads, V_HEADS=v_heads, DIM=scan.dim, V_DIM=scan.v_dim, SCALE=scan.dim**-0.5,
-        TILE=tile, WIDE=wide, num_warps=4, **overlap(device),
+        mixed, rest, scan.a, scan.dt_bias, states[1], *given, out, *sizes, HEADS=scan.heads,
+        V_HEADS=v_heads, DIM=scan.dim, V_DIM=scan.v_dim, SCALE=scan.dim**-0.5, TILE=tile,
+        WIDE=wide, num_warps=4, **overlap(device),
     )  # fmt: skip
     return out
 
