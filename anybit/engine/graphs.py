@@ -361,6 +361,8 @@ class StepGraphs:
         """Whether a graph takes a step that reads prompts."""
         if self.prompts is None or (size := self.prompts.size(scheduled)) > self.prompts.sizes[-1]:
             return False
+        if self.model.recurrent and any(s.draft or s.guessed for s in scheduled):
+            return False  # texts of a token each may not change their states for good
         return (
             single_of(scheduled) <= self.prompts.single(size)
             and sum(s.tokens > 1 for s in scheduled) <= self.prompts.prompts

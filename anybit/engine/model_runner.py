@@ -96,7 +96,7 @@ class ModelRunner:
             size, width = room.block_size, -(-model.length // room.block_size)
             reads = not steady
             if model.recurrent:  # a graph knows no pieces that scans cut texts into
-                reads, tokens = reads and model.ragged and not room.back, min(tokens, SEQUENTIAL)
+                reads, tokens = reads and model.ragged, min(tokens, SEQUENTIAL)
             sizes = (prompt_sizes(tokens) if self.overlaps else RECORDED) if reads else ()
             self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes)
         self.rows = graphs if self.graphs else 1

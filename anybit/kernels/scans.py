@@ -246,6 +246,15 @@ class Ragged(Texts):
     def __init__(self, starts: Tensor, wanted: Tensor):
         self.starts, self.wanted = starts, wanted
 
+    def passed(self, rows: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Rows that get states, each (n,), and how many tokens have passed there.
+
+        rows: of the texts, which get those at their ends.
+        """
+        yield rows, self.starts[1:] - self.starts[:-1]
+        for passed, to in self.wanted.unflatten(0, (2, 2)):
+            yield to, passed
+
 
 def read(x: Tensor, at: Tensor) -> Tensor:
     """x[at]; torch is faster at this for rows of x."""

@@ -13,7 +13,7 @@ from anybit.kernels.attention import Batch, Run
 from anybit.kernels.between import of
 from anybit.kernels.kv.format import KvFormat, zeros
 from anybit.kernels.recurrences import Scan
-from anybit.kernels.scans import Ring, Singles, joined
+from anybit.kernels.scans import Ragged, Ring, Singles, joined
 
 
 class Room(NamedTuple):
@@ -183,6 +183,10 @@ class Late(NamedTuple):
         if not isinstance(run.texts, Singles):
             recur(scan, states, self.inputs, before, rows, seen, rows)
             y = recur(scan, states, x, run.texts, rows, stay, run.to)
+            if isinstance(run.texts, Ragged):
+                for to, passed in run.texts.passed(rows):
+                    self.seen[to] = stay + passed
+                return y
             text, _, passed = run.texts.ends
             self.seen[run.to] = stay[text] + passed
             return y

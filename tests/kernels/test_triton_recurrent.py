@@ -1,9 +1,11 @@
 """Kernels of recurrences against their definition, and compiled for GPUs."""
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +15,23 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from anybit.kernels import between
+from anybit.kernels.attention import Run
 from anybit.kernels.between import TORCH
+from anybit.kernels.kv.format import plain
 from anybit.kernels.recurrences import Convolution, DeltaRule, Scan, StateSpace
 from anybit.kernels.scans import Ragged, Ring, Singles, Texts
+from anybit.kernels.state import Recurrence, Room
 from anybit.kernels.triton import recurrent as kernel
 from anybit.kernels.triton.between import FAMILY
 from tests.kernels.compiling import Job, built
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
 ROWS = 7
+
+
+def whole(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def made(kind: str, dtype: torch.dtype, random: torch.Generator) -> tuple[Scan, list[Tensor], int]:
@@ -71,9 +81,6 @@ def test_kernels_are_the_recurrence(
         wide = torch.randn(*shape, numbers + 3, generator=random).to(dtype).to(DEVICE)
         return wide[..., :numbers]  # rows lie apart
 
-    def whole(*values: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
     def check(
         x: Tensor, texts: Texts, live: Any, given: tuple[Any, ...], by: tuple[Any, ...] = ()
     ) -> None:
@@ -101,6 +108,50 @@ def test_kernels_are_the_recurrence(
     texts = Ragged(whole(0, 3, 9, 10, 11), wanted)
     x = normal(12)
     check(x, texts, slice(10), given, (x[:10], cut, rows[order], seen[order], to))
+
+
+def test_texts_whose_tokens_may_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses, right and wrong, between steps that read prompts and that the device alone knows."""
+    monkeypatch.setattr(between, "chosen", {DEVICE: FAMILY})
+    random = torch.Generator().manual_seed(6)
+    scan, _, numbers = made("convolution", torch.float32, random)
+    assert isinstance(scan, Convolution)
+    room = Room(0, 1, 6, plain(torch.float32), DEVICE, back=4)
+    late = Recurrence((scan.window,), ((numbers, torch.float32),)).empty(room)
+    tokens = torch.randn(3, 9, numbers, generator=random).to(DEVICE)
+    cut, none = Texts.cut([9, 9], {}, DEVICE), whole(0, 0)
+    zeros = [torch.zeros(1, *scan.window[0], device=DEVICE)]
+    want = TORCH.recur(scan, zeros, tokens[:2].flatten(0, 1), cut, none, none, None).view(2, 9, -1)
+
+    def step(*given: tuple[int, int, int, int], wanted: Tensor | None = None) -> None:
+        """Of each text: its row, its first position, how many tokens stay, and how many there are.
+
+        Row 1 has the first text, 2 the second, and 5 the first one behind a prefix. wanted: as
+        `Ragged` has it. Without, all are single; whose position is beyond is a wrong guess.
+        """
+        rows, first, stay = (whole(*(g[i] for g in given)) for i in range(3))
+        own = [0 if row == 5 else row - 1 for row, *_ in given]
+        x = torch.cat([
+            tokens[2 if wanted is None and at > stays else text, at : at + n]
+            for text, (_, at, stays, n) in zip(own, given, strict=True)
+        ])  # fmt: skip
+        texts: Texts = Singles(len(given))
+        if wanted is not None:
+            texts = Ragged(whole(0, *itertools.accumulate(g[3] for g in given)), wanted)
+        run = Run(texts, rows, first, stay, slice(None), rows)
+        got, at = late.advance(scan, x, SimpleNamespace(runs=[run])), 0  # type: ignore[arg-type]
+        for text, (_, begin, stays, n) in zip(own, given, strict=True):
+            if wanted is not None or begin == stays:
+                torch.testing.assert_close(got[at : at + n], want[text, begin : begin + n])
+            at += n
+
+    step((1, 0, 0, 3), (2, 0, 0, 2), wanted=torch.stack([whole(2, 0), whole(4, 0), none, none]))
+    step((1, 3, 3, 1), (1, 4, 3, 1), (1, 5, 3, 1), (2, 2, 2, 1))
+    step((1, 4, 4, 1), (2, 3, 3, 1), (2, 4, 3, 1))
+    step((1, 5, 5, 2), (2, 4, 4, 1), wanted=torch.stack([none] * 4))
+    step((1, 7, 7, 1), (2, 5, 5, 1))
+    late.copy(whole(4), whole(5))
+    step((5, 2, 2, 1), (1, 8, 8, 1))
 
 
 def test_small_time_steps_keep_their_digits() -> None:
