@@ -149,6 +149,10 @@ class Family:
         """SiLU(gate) * up, both (T, N); `wanted` as in `add_norm`."""
         return F.silu(gate) * up
 
+    def columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """x (T, N) with its columns in another order, int32 (M,)."""
+        return x.index_select(1, order)
+
     def gelu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """GELU(gate), by tanh, * up, both (T, N)."""
         return F.gelu(gate, approximate="tanh") * up

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 OPERATIONS = [
     "add_norm", "silu_mul", "gelu_mul", "quantize", "join", "rotate", "placed", "linear", "gated",
     "likeliest", "drawn", "choose", "sort", "spread", "combine", "clamped", "refuse_cache", "write",
-    "attend", "recur", "gated_norm", "record", "paths",
+    "attend", "recur", "gated_norm", "record", "paths", "columns",
 ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def register(monkeypatch: pytest.MonkeyPatch, *families: tuple[Family, str, str]
 @pytest.mark.parametrize(("name", "asked"), [
     ("qwen3_moe", {"choose", "sort", "spread", "combine"}), ("qwen3", {"record"}),
     ("gpt_oss", {"choose", "sort", "spread", "combine", "clamped"}),
-    ("qwen3_5", {"recur", "gated_norm"}),
+    ("qwen3_5", {"recur", "gated_norm", "columns"}),
 ])  # fmt: skip
 def test_a_new_family_does_all_that_lies_between_products(
     checkpoint: Callable[[str], Path],

@@ -186,6 +186,12 @@ def test_what_has_no_kernel_is_the_definition() -> None:
     assert torch.equal(got, want)
 
 
+def test_columns_move() -> None:
+    x = torch.randn(5, 40).half().to(DEVICE)[:, 3:]
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(0)).int()[:31].to(DEVICE)
+    assert torch.equal(FAMILY.columns(x, order), TORCH.columns(x, order))
+
+
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("groups", "weights"), [(1, 1), (3, 3), (3, 1), (1, 0)])
 def test_norms_with_gates(first: bool, groups: int, weights: int) -> None:

@@ -11,7 +11,8 @@ from anybit.core.packed import Packed
 from anybit.engine.experts import picked
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import MLP, Attention, Decoder, Further, Mixer, MoE
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import MLP, Decoder, Further, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput

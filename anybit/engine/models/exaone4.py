@@ -2,7 +2,8 @@
 
 import torch
 
-from anybit.engine.models.layers import Attention, Decoder, Mixer, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Mixer, window_of
 from anybit.engine.models.olmo2 import NORMS
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights

@@ -5,7 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.engine.models.layers import Attention, Decoder, Mixer, NormKind, Norms, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Mixer, NormKind, Norms, window_of
 from anybit.engine.weights import Weights
 
 

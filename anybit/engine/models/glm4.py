@@ -2,7 +2,8 @@
 
 import torch
 
-from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, Norms
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import MLP, Decoder, Mixer, Norms
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 

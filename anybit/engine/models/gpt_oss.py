@@ -3,7 +3,8 @@
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import Attention, Decoder, Mixer, MoE, NormKind, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Mixer, MoE, NormKind, window_of
 from anybit.engine.weights import Weights
 from anybit.kernels.between import Routing, outside
 

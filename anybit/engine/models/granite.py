@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from anybit.engine.models.layers import Attention, Mixer
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Mixer
 from anybit.engine.models.llama import Llama
 from anybit.engine.weights import Weights
 

@@ -11,13 +11,13 @@ from anybit.engine.experts import OneByOne, biases_of, experts_of
 from anybit.engine.lora import Adapters
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.activations import GELU, SILU, activation
-from anybit.engine.models.rope import Rope, head_dim
+from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Dense, Weights
 from anybit.errors import InvalidInput
-from anybit.kernels.attention import Batch, Scores
+from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside, rms_norm
-from anybit.kernels.kv.cache import Heads, LayerCache
+from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside
+from anybit.kernels.kv.cache import Heads
 from anybit.kernels.recurrences import Scan
 from anybit.kernels.state import Hidden, HiddenStates, LayerState, Memory, Recurrence
 from anybit.nn.multiplier import Frozen, Multiplier
@@ -97,109 +97,6 @@ class Mixer(nn.Module):
 
     def arrange(self, order: Tensor | None) -> None:
         """Bring what belongs to channels of Q's and K's heads into rope's order."""
-
-
-class Attention(Mixer):
-    """Grouped-query attention with one merged projection for Q, K and V.
-
-    Args:
-        bias: Of the Q, K and V projections.
-        output_bias: Of the output's.
-        qk_norm: RMSNorm over each head of Q and K; "whole": over all heads together.
-        window: Tokens that a token sees, itself included.
-        scale: Of the scores; 1 / sqrt(head_dim) if None.
-        softcap: Scores are softcap * tanh(score / softcap).
-        names: Of the projections that are merged; a checkpoint may hold them merged already.
-        output: Name of the output's projection.
-        every_head: Each head of Q has its own K and V, whatever config.json says.
-        norm: Kind of qk_norm.
-        sinks: Each head has a score for a key without a value.
-        norm_names: Of qk_norm, Q's and K's.
-        gated: Each head of Q is followed by a gate of the head's output, before a sigmoid.
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        config: PretrainedConfig,
-        bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool | str = False,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
-        output: str = "o_proj",
-        every_head: bool = False,
-        norm: NormKind = PLAIN,
-        sinks: bool = False,
-        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
-        gated: bool = False,
-    ):
-        super().__init__()
-        hidden, dim = config.hidden_size, head_dim(config)
-        heads = config.num_attention_heads
-        kv_heads = heads if every_head else config.num_key_value_heads
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
-        own = weights.tensor(f"{name}.sinks", (heads,)) if sinks else None
-        self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap, own)
-        self.gathers, self.gated = softcap is not None, gated  # kernels have no soft caps
-        rows = [(1 + gated) * heads * dim, kv_heads * dim, kv_heads * dim]
-        rows = rows if len(names) > 1 else [sum(rows)]
-        merged = [f"{name}.{part}" for part in names]
-        self.qkv_proj = self.in_proj = weights.linear(merged, rows, hidden, bias)
-        self.o_proj = weights.linear([f"{name}.{output}"], [hidden], heads * dim, output_bias)
-        self.norms = self.whole_norms = None
-        if qk_norm:
-            sizes = (heads * dim, kv_heads * dim) if qk_norm == "whole" else (dim, dim)
-            q, k = (
-                norm_weight(weights, f"{name}.{part}", size, norm)
-                for part, size in zip(norm_names, sizes, strict=True)
-            )
-            norms = (q, k, norm_eps(config))
-            self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
-        self.scales = weights.kv_scales(name, (kv_heads, dim))
-
-    @property
-    def memory(self) -> Heads:
-        return Heads(self.kv_heads, self.dim, self.scales)
-
-    def forward(
-        self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
-    ) -> Tensor:
-        qkv, gate = self.qkv_proj(x), None
-        if self.gated:
-            q, kv = qkv.tensor_split([2 * self.heads * self.dim], 1)
-            q, gate = q.unflatten(1, (self.heads, 2, self.dim)).unbind(2)
-            qkv = torch.cat([q.flatten(1), kv], 1)
-        if self.whole_norms is not None or rope.order is not None:
-            qkv = self._arranged(qkv, rope.order)
-        tables = (rope.cos, rope.sin)
-        out = cache.attend(qkv, self.heads, batch, tables, self.scores, self.norms)
-        if gate is not None:
-            out = out * gate.sigmoid()
-        return self.o_proj(out.flatten(1))
-
-    def arrange(self, order: Tensor | None) -> None:
-        if order is not None and self.norms is not None:
-            q, k, eps = self.norms
-            self.norms = q[order], k[order], eps
-        if order is not None and self.scales is not None:
-            self.scales = self.scales[0][:, order], self.scales[1]
-
-    def _arranged(self, qkv: Tensor, order: Tensor | None) -> Tensor:
-        """Norm Q and K over all their heads, and bring their channels into rope's order."""
-        sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
-        q, k, v = qkv.split(sizes, 1)
-        if self.whole_norms is not None:
-            q_weight, k_weight, eps = self.whole_norms
-            q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-        if order is not None:  # products of Q and K do not depend on it
-            q, k = (
-                t.unflatten(1, (-1, self.dim)).index_select(2, order).flatten(1) for t in (q, k)
-            )
-        return torch.cat([q, k, v], 1)
 
 
 class MLP(nn.Module):

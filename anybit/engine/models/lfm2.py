@@ -6,7 +6,8 @@ from transformers import PretrainedConfig
 
 from anybit.engine.experts import picked
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE, Norms
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import MLP, Decoder, Mixer, MoE, Norms
 from anybit.engine.models.recurrent import ShortConv
 from anybit.engine.weights import Weights
 

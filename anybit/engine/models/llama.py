@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import MLP, Decoder, Mixer
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 

@@ -8,12 +8,12 @@ from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.activations import activation
+from anybit.engine.models.attention import Attention
 from anybit.engine.models.deepseek import MoEV3
 from anybit.engine.models.granite import Granite
 from anybit.engine.models.layers import (
     MLP,
     PLAIN,
-    Attention,
     Decoder,
     Mixer,
     MoE,

@@ -1,6 +1,7 @@
 """Mistral: Llama with a sliding window over the context."""
 
-from anybit.engine.models.layers import Attention, Decoder, Mixer, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Mixer, window_of
 from anybit.engine.weights import Weights
 
 

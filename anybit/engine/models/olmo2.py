@@ -1,6 +1,7 @@
 """OLMo 2 and 3: norms after attention and MLP instead of before, and of Q and K as a whole."""
 
-from anybit.engine.models.layers import Attention, Decoder, Mixer, NormKind, Norms, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Mixer, NormKind, Norms, window_of
 from anybit.engine.weights import Weights
 
 NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")

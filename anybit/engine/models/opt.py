@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.engine.models.activations import activation
-from anybit.engine.models.layers import Attention, Decoder, activation_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, activation_of
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen2.5: biases on Q, K and V, and a sliding window in some layers."""
 
-from anybit.engine.models.layers import Attention, Decoder, Mixer, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Mixer, window_of
 from anybit.engine.weights import Weights
 
 

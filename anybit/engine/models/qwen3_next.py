@@ -5,7 +5,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import Attention, Decoder, Further, Mixer, NormKind, norm_eps
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Decoder, Further, Mixer, NormKind, norm_eps
 from anybit.engine.models.qwen_moe import SharedMoE, is_sparse
 from anybit.engine.models.recurrent import DeltaSizes, GatedDelta
 from anybit.engine.models.rope import Rope

@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import MLP, Attention, Decoder, Mixer, MoE, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import MLP, Decoder, Mixer, MoE, window_of
 from anybit.engine.models.qwen3 import Qwen3
 from anybit.engine.weights import Weights
 

@@ -274,7 +274,8 @@ class GatedDelta(Mixer):
         if together:
             names, rows = ["qkvz", "ba"], [mixed + inner, 2 * v_heads]
         self.in_proj = weights.linear([f"{name}.in_proj_{part}" for part in names], rows, hidden)
-        self.order = (together_order(sizes) if together else split_order(rows)).to(weights.device)
+        order = together_order(sizes) if together else split_order(rows)
+        self.columns = order.int().to(weights.device)
         conv = convolution(weights, f"{name}.conv1d", mixed, window, False, activation(act))
         a, dt_bias = (
             weights.tensor(f"{name}.{part}", (v_heads,), torch.float32)
@@ -297,7 +298,8 @@ class GatedDelta(Mixer):
     def forward(
         self, x: Tensor | Activations, rope: Rope, state: RowStates, batch: Batch
     ) -> Tensor:
-        found = self.in_proj(x).index_select(1, self.order)
+        found = self.in_proj(x)
+        found = of(found).columns(found, self.columns)
         given, gate = found.tensor_split([self.memory.inputs[0][0]], 1)
         return self.out_proj(self.norm(state.advance(self.scan, given, batch), gate))
 

@@ -3,7 +3,8 @@
 import torch
 
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.layers import Attention, Mixer, window_of
+from anybit.engine.models.attention import Attention
+from anybit.engine.models.layers import Mixer, window_of
 from anybit.engine.models.llama import Llama
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights

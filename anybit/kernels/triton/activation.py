@@ -244,6 +244,28 @@ class Parts(NamedTuple):
 WHOLE = Parts(None, None)
 
 
+@triton.jit
+def _columns(x, order, out, N, X_STRIDE, WIDE: tl.constexpr, PDL: tl.constexpr):
+    """N columns of a token in another order, WIDE of them in a program."""
+    launch_next(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    k = tl.load(order + n, mask=n < N, other=0)
+    after_previous(PDL)
+    tl.store(out + m * N + n, tl.load(x + m * X_STRIDE + k, mask=n < N), mask=n < N)
+
+
+def columns(x: Tensor, order: Tensor) -> Tensor:
+    """x (M, K) with columns in another order (N,)."""
+    x, n = side_by_side(x), len(order)
+    out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    if len(x):
+        _columns[(len(x), -(-n // COLUMNS))](
+            x, order, out, n, x.stride(0), WIDE=COLUMNS, num_warps=4, **overlap(x.device)
+        )
+    return out
+
+
 def rotate(
     x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None, parts: Parts = WHOLE
 ) -> Tensor:

@@ -78,6 +78,7 @@ class Triton(Family):
             return super().drawn(logits, best, temperature, least, keys)
         return likeliest.drawn(logits, best, temperature, least, keys)
 
+    columns = staticmethod(activation.columns)
     choose = staticmethod(routing.choose)
     sort = staticmethod(routing.sort)
     spread = staticmethod(routing.spread)
