@@ -245,6 +245,8 @@ class LLM:
         if runner.model.remembers:  # for a head, which stays as it is
             fresh[0].remember()
             assert isinstance(drafter, DraftModel)
+            assert drafter.blocks is not None
+            drafter.blocks.forget()
             runners.append(drafter.runner)
             fresh.append(drafter.runner.model)
         for small in fresh[1:]:
