@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from anybit.core import rotation
+from anybit.core.frame import Frame
 from anybit.core.groups import grouped, ungroup
 from anybit.core.names import explained, own_spec
 from anybit.errors import InvalidInput, InvalidType, near
@@ -60,48 +61,6 @@ class Entry:
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         return {"float": torch.float16, "level": torch.uint8}[self.dtype]
-
-
-class Fine(NamedTuple):
-    """Factors in two steps: d * step, and shifts: -(base * low); both exactly.
-
-    d, base: (N, blocks) fp16. step, low: (N, groups), whole numbers within int8; base and low are
-    None where there are no shifts.
-    """
-
-    d: Tensor
-    step: Tensor
-    base: Tensor | None
-    low: Tensor | None
-
-
-class Frame(NamedTuple):
-    """Values in two steps: numbers[digit] * factor + shift, all fp32.
-
-    Attributes:
-        numbers: (2**bits,), or as many as there are digits (`Format.digits`).
-        factor: (N, groups).
-        shift: (N, groups); None for zeros.
-        fine: What factors and shifts are products of, if they are.
-    """
-
-    numbers: Tensor
-    factor: Tensor
-    shift: Tensor | None
-    fine: Fine | None = None
-
-
-class Rows(NamedTuple):
-    """Values out of a table (rows, width), table[row] * signs * factor, all fp32.
-
-    row: (N, positions) int32. signs: The same, bit i set where weight i of the position is
-    negative; None where the table has the signs. factor: (N, groups).
-    """
-
-    table: Tensor
-    row: Tensor
-    signs: Tensor | None
-    factor: Tensor
 
 
 @dataclass(frozen=True)

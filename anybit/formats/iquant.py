@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from anybit.core.format import Entry, Format, Frame, Grid, Rows, read_options, register
+from anybit.core.format import Entry, Format, Grid, read_options, register
+from anybit.core.frame import Frame, Rows
 from anybit.core.groups import grouped, groups_of, store_scale, ungroup
 from anybit.errors import InvalidInput
 from anybit.formats.kmeans import nearest

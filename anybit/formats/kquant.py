@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybit.core.format import Entry, Fine, Format, Frame, Grid, read_options, register
+from anybit.core.format import Entry, Format, Grid, read_options, register
+from anybit.core.frame import Fine, Frame
 from anybit.core.groups import extremes, grouped, groups_of, store_scale, ungroup
 from anybit.formats.microscaling import by_pieces
 from anybit.formats.table4 import IQ4

@@ -271,12 +271,9 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
             "K_STRIDE": "i32", "V_STRIDE": "i32", "SCALE": "fp32", "EPS": "fp32", "K": "i32",
             "N": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32",
-            "K_STRIDE": "i32", "V_STRIDE": "i32", "SCALE": "fp32", "EPS": "fp32", "K": "i32",
-            "N": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32",
             "UP_STRIDE": "i32", "BATCH": "i32", "SPLITS": "i32", "pairs": "*i32", "V": "i32",
             "best": "*i32", "tokens": "*i32", "keys": "*i32", "temperature": "*fp32",
-            "least": "*fp32",
-            "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
+            "least": "*fp32", "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64, "K_STEP": 2304, "V_STEP": 2304, "K_GRID": 576,
          "V_GRID": 576}  # fmt: skip

@@ -215,15 +215,13 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
-    table = decoder.table_bytes
-    if tile.kind == "decode":
-        return table + (tile.rows * COPIED_ROW if decoder.slot == 16 else 0)
-    if tile.kind == "restore":
-        return table + tile.rows * RESTORED_ROW
+    if tile.kind in ("decode", "restore"):
+        row = RESTORED_ROW if tile.kind == "restore" else COPIED_ROW * (decoder.slot == 16)
+        return decoder.table_bytes + tile.rows * row
     rings = tile.warps if tile.splits else 1
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
     beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
-    return table + rings * tile.stages * stage_bytes(tile, decoder) + beside
+    return decoder.table_bytes + rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
 @cache
@@ -333,8 +331,7 @@ def narrow(decoder: Decoder, gpu: Gpu, m: int, n: int) -> Tile | None:
             return max(at_once, key=lambda tile: tiles_of(tile, m, n) * tile.warps)
     ctas = 4 if slow and not crowded else 3  # slow decoders wait for themselves
     turns = [Tile(tokens, slices, 4, ctas=ctas, kind="narrow") for slices in (2, 1)]
-    fit = (fitted(tile, decoder, gpu, least, 4) for least in (3, 2) for tile in turns)
-    return next((tile for tile in fit if tile), None)
+    return next(filter(None, (fitted(t, decoder, gpu, s, 4) for s in (3, 2) for t in turns)), None)
 
 
 def beside_table(decoder: Decoder, gpu: Gpu, tokens: int, n: int) -> Tile | None:
@@ -365,9 +362,8 @@ def family_small(decoder: Decoder, gpu: Gpu) -> tuple[Tile, ...]:
     # Tokens, slices, warps, CTAs.
     shapes = [(16, 1, 8, 1), (32, 1, 8, 1), *[(32, 1, 4, 2)] * pairs, (32, 1, 4, 3)]
     shapes += [(32, 2, 8, 2)] * bool(decoder.table_bytes)  # rows that share a table
-    every = [Tile(tokens, s, warps, ctas=ctas, kind="narrow") for tokens, s, warps, ctas in shapes]
-    found = (fitted(tile, decoder, gpu, 2, 5) for tile in every)
-    return tuple(dict.fromkeys(tile for tile in found if tile))
+    every = (Tile(*t[:3], ctas=t[3], kind="narrow") for t in shapes)
+    return tuple(dict.fromkeys(t for t in (fitted(t, decoder, gpu, 2, 5) for t in every) if t))
 
 
 def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
@@ -499,7 +495,6 @@ def grid(tile: Tile, gpu: Gpu, m: int, n: int, k: int, experts: int = 0) -> int:
             return min(places, most)
         return max(1, min(places, most * k_tiles(k) // LEAST_UNITS))
     tiles = tiles_of(tile, m, n)
-    waves = -(-tiles // places)
-    if tile.kind != "gemm" or tiles >= 0.8 * waves * places:
+    if tile.kind != "gemm" or tiles >= 0.8 * -(-tiles // places) * places:
         return tiles
     return max(1, min(places, tiles * k_tiles(k) // LEAST_UNITS))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anybit.core.format import Rows
+from anybit.core.frame import Rows
 from anybit.kernels.native import ir
 from anybit.kernels.native.decode import InRows, Table
 from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Function, Value, vec

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybit.core.format import Fine, Frame, Grid, Rows
+from anybit.core.format import Grid
+from anybit.core.frame import Fine, Frame, Rows
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.kernels.native.operand import BLOCK
