@@ -22,7 +22,7 @@ from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.kernels import dense, reference
 from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
-from anybit.kernels.native import activations, build, gemm, gemv
+from anybit.kernels.native import activations, build, gemm, gemv, memory
 from anybit.kernels.native import table as probing
 from anybit.kernels.native.decode import Codes, Table, Vectors
 from anybit.kernels.native.isa import Isa, isa, levels, why_none
@@ -127,8 +127,8 @@ def prepare(
     layout = (
         torch.tensor(facts),
         _laid_out(packed, table, level),
-        scales,
-        offsets,
+        memory.placed(scales),
+        memory.placed(offsets),
         table.row.contiguous(),
         _tables(table, fmt.bits, level),
     )
