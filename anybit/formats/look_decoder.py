@@ -78,9 +78,7 @@ class LookDecoder(TrellisDecoder):
     ) -> list[Word]:
         assert table is not None
         out: list[Word] = []
-        previous = self.previous(words)
-        for tile in range(TILES):
-            hashes = self.hashes(words, previous, tile)
+        for hashes in self.hashes(words):
             signs = [h * self.look.spread for h in hashes]
             if self.width == 4:
                 found = [table.word(h) for h in hashes]
@@ -97,25 +95,37 @@ class LookDecoder(TrellisDecoder):
                 out += [self.finish(half, ()) for half in halves]
         return out
 
-    def hashes(self, words: list[Word], previous: list[dict[int, Word]], tile: int) -> list[Word]:
-        """Of the lane's steps in a tile; of a state in two words, the sum of two DP4As.
+    def hashes(self, words: list[Word]) -> list[list[Word]]:
+        """Of the lane's steps in each tile.
 
-        They take the place of a PRMT, whose pipe has most to do.
+        A PRMT brings two states that lie in the same two words into one. Where there is no second
+        one, two DP4As take its place, since its pipe has most to do.
         """
-        plan, look = windows(self.bits, self.step), self.look
+        plan, previous = windows(self.bits, self.step), self.previous(words)
+        both = self.look.high << 8 | self.look.low
         if any(window.left for window in plan):
-            both = look.high << 8 | look.low
-            found = self.lines(words, previous, tile)
-            return [dot4(line, both << 8 * low, 0, signed=False) for line, low in found]
-        places, out = self.string(words, previous, tile), []
-        for window in plan:
-            (first, high), (second, low) = places[window.line + window.byte :][:2]
-            upper, lower = look.high << 8 * high, look.low << 8 * low
+            lines = [self.lines(words, previous, tile) for tile in range(TILES)]
+            return [[self.hash(line, both << 8 * low) for line, low in found] for found in lines]
+        strings = [self.string(words, previous, tile) for tile in range(TILES)]
+        states = [s[w.line + w.byte :][:2] for s in strings for w in plan]
+        out: dict[int, Word] = {}
+        for i, ((first, high), (second, low)) in enumerate(states):
+            alike = [j for j, ((a, _), (b, _)) in enumerate(states) if a is first and b is second]
             if first is second:
-                out.append(dot4(first, upper | lower, 0, signed=False))
-            else:
-                out.append(dot4(first, upper, dot4(second, lower, 0, signed=False), signed=False))
-        return out
+                upper, lower = self.look.high << 8 * high, self.look.low << 8 * low
+                out[i] = self.hash(first, upper | lower)
+            elif len(alike) == 1:
+                rest = self.hash(second, self.look.low << 8 * low)
+                out[i] = dot4(first, self.look.high << 8 * high, rest, signed=False)
+            elif alike[0] == i:
+                digits = [states[j][1][1] | 4 + states[j][0][1] << 4 for j in alike]
+                line = bytes_of(second, digits[1] << 8 | digits[0], first)
+                for place, j in enumerate(alike):
+                    out[j] = self.hash(line, both << 16 * place)
+        return [[out[t * len(plan) + i] for i in range(len(plan))] for t in range(TILES)]
+
+    def hash(self, line: Word, weights: int) -> Word:
+        return dot4(line, weights, 0, signed=False)
 
     def arrange(self, tokens: list[Word]) -> list[Word]:
         return exchanged(*tokens[:2]) + exchanged(*tokens[2:])
