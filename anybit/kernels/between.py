@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anybit.core.packed import Packed
-from anybit.core.rotation import turned
+from anybit.core.rotation import block, turned
 from anybit.kernels import viterbi
 from anybit.kernels.attention import Batch, Scores, gathered, rotate
 from anybit.kernels.backend import Activations, Pairs
@@ -62,6 +62,44 @@ class Routing(NamedTuple):
 
 
 AS_IT_IS = Wanted()
+
+
+class Unturned(NamedTuple):
+    """Outputs of a layer before their rotation, which is left to the kernel that reads them.
+
+    Attributes:
+        y: (T, N).
+        vector: (N,), of the rotation.
+        bias: (N,) in y's dtype, which is added after it; None: there is none.
+    """
+
+    y: Tensor
+    vector: Tensor
+    bias: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.y.dtype
+
+    @property
+    def turned(self) -> Tensor:
+        """The layer's outputs (T, N)."""
+        y = of(self.y).rotate(self.y, self.vector, True)
+        return y if self.bias is None else y + self.bias
+
+    def chunk(self, parts: int, dim: int) -> tuple["Tensor | Unturned", ...]:
+        """As of a tensor, along its last dimension; turned where a part would split a block."""
+        n = self.y.shape[dim]
+        if n % (parts * block(n)):
+            return self.turned.chunk(parts, dim)
+        bias = (None,) * parts if self.bias is None else self.bias.chunk(parts)
+        each = zip(self.y.chunk(parts, dim), self.vector.chunk(parts), bias, strict=True)
+        return tuple(Unturned(*one) for one in each)
+
+
+def finished(x: Tensor | Unturned) -> Tensor:
+    """Outputs of a layer, rotated."""
+    return x.turned if isinstance(x, Unturned) else x
 
 
 class Answers(threading.local):
@@ -120,9 +158,10 @@ class Family:
 
     Attributes:
         side_by_side: whether a cache's V lies with tokens side by side, in formats that may.
+        turns: up to how many tokens kernels rotate `Unturned` outputs on the way; 0: none do.
     """
 
-    side_by_side = True
+    side_by_side, turns = True, 0
 
     def about(self) -> str:
         """Which kernels these are, in words."""
@@ -135,19 +174,21 @@ class Family:
     # Tokens.
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
+        self, x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float,
         wanted: Wanted = AS_IT_IS,
     ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
         """RMSNorm of the sum of x and delta (T, hidden), and the sum.
 
         The first is as it is `wanted` where the kernel makes that, too, and in x's dtype elsewhere.
         """
-        x = x if delta is None else x + delta
+        x = x if delta is None else x + finished(delta)
         return rms_norm(x, weight, eps), x
 
-    def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+    def silu_mul(
+        self, gate: Tensor | Unturned, up: Tensor | Unturned, wanted: Wanted = AS_IT_IS
+    ) -> Tensor | Activations:
         """SiLU(gate) * up, both (T, N); `wanted` as in `add_norm`."""
-        return F.silu(gate) * up
+        return F.silu(finished(gate)) * finished(up)
 
     def columns(self, x: Tensor, order: Tensor) -> Tensor:
         """x (T, N) with its columns in another order, int32 (M,)."""
@@ -301,7 +342,7 @@ class Family:
         return "there are no kernels"
 
     def write(
-        self, qkv: Tensor, cache: "LayerCache", rope: tuple[Tensor, Tensor] | None,
+        self, qkv: Tensor | Unturned, cache: "LayerCache", rope: tuple[Tensor, Tensor] | None,
         positions: Tensor, slots: Tensor, heads: int,
         norms: tuple[Tensor, Tensor, float] | None = None,
         kv: tuple[Tensor, Tensor] | None = None,
@@ -320,7 +361,7 @@ class Family:
             kv: K and V (T, kv_heads * D) where `qkv` is Q alone, which a CPU's kernels do not take.
         """
         kv_heads = cache.k.shape[1]
-        qkv = qkv if kv is None else torch.cat((qkv, *kv), 1)
+        qkv = finished(qkv) if kv is None else torch.cat((finished(qkv), *kv), 1)
         q, k, v = qkv.unflatten(1, (-1, cache.head_dim)).split([heads, kv_heads, kv_heads], dim=1)
         if norms is not None:
             q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])

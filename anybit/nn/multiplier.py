@@ -16,7 +16,7 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels import dense
 from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared, Restoring
-from anybit.kernels.between import ANSWERS, of
+from anybit.kernels.between import ANSWERS, Unturned, of
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
 from anybit.nn.around import Around
@@ -80,7 +80,12 @@ class Multiplier(Frozen):
         backend: The name of the one that multiplies.
         prepared: As in `Frozen`; so is `around`.
         bias: (N,), of any float dtype; None: calls may give one.
+
+    Attributes:
+        leaves: of up to so many tokens it leaves outputs to what rotates them, as `Unturned`.
     """
+
+    leaves = 0
 
     def __init__(
         self, backend: str, prepared: Prepared, around: Around, bias: Tensor | None = None
@@ -133,7 +138,7 @@ class Multiplier(Frozen):
         dtype = self.prepared.dtype or torch.get_default_dtype()
         return DecodedWeight(self.prepared.shape, dtype, self.device, self._refuse)
 
-    def forward(self, input: Tensor | Activations) -> Tensor:
+    def forward(self, input: Tensor | Activations) -> Tensor | Unturned:
         x = autocast(input) if isinstance(input, Tensor) else input
         check(x, self.in_features)
         if travels():
@@ -143,7 +148,11 @@ class Multiplier(Frozen):
                 f"x is {x.dtype}, and {self} is laid out for {self.prepared.dtype} alone; make it "
                 f"with dtype={x.dtype}"
             )
-        return self.multiply(x, self.bias)
+        vector = self.around.rotate_out if self.leaves else None
+        if vector is None or len(x if isinstance(x, Tensor) else x.codes) > self.leaves:
+            return self.multiply(x, self.bias)
+        y, bias = self.product(x, self.bias), self.bias
+        return Unturned(y, vector.flatten(), None if bias is None else bias.to(y.dtype))
 
     def multiply(
         self,
@@ -160,6 +169,22 @@ class Multiplier(Frozen):
             stored: the tensors that the layout was made from, for the gradient of x.
             versions: of these at that time, where compiled code is to look at them in each call.
         """
+        if self.restores and isinstance(x, Tensor):
+            self._check_device(x)
+            return ops.run(
+                ops.linear, x, self.prepared.layout, bias, self.scheme, self.out_features,
+                self.backend, None, None, None, stored, versions, None, self.around.vectors,
+            )  # fmt: skip
+        return self.around.after(self.product(x, bias, stored, versions), bias)
+
+    def product(
+        self,
+        x: Tensor | Activations,
+        bias: Tensor | None,
+        stored: list[Tensor] | None = None,
+        versions: list[int] | None = None,
+    ) -> Tensor:
+        """`multiply` before what `around` does after the product."""
         given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
         rotated, pairs = False, None
         if isinstance(x, Activations):
@@ -177,13 +202,7 @@ class Multiplier(Frozen):
                 )
             given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
             rotated, pairs, x = x.rotated, x.pairs, x.codes
-        if x.device != self.device:
-            raise InvalidInput(f"x is on {x.device}, and {self} on {self.device}")
-        if self.restores and not (rotated or given):
-            return ops.run(
-                ops.linear, x, self.prepared.layout, bias, self.scheme, self.out_features,
-                self.backend, None, None, None, stored, versions, None, self.around.vectors,
-            )  # fmt: skip
+        self._check_device(x)
         if not rotated:
             x = self.around.before(x)
         inside, lead = self.around.inside(bias), x.shape[:-1]
@@ -204,7 +223,11 @@ class Multiplier(Frozen):
         if pairs:
             y = y[: pairs.tokens] if joins else of(y).join(y, pairs, inside)
             y = y.view(*lead, -1)
-        return self.around.after(y, bias)
+        return y
+
+    def _check_device(self, x: Tensor) -> None:
+        if x.device != self.device:
+            raise InvalidInput(f"x is on {x.device}, and {self} on {self.device}")
 
 
 def chosen(

@@ -276,11 +276,12 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "least": "*fp32", "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64, "K_STEP": 2304, "V_STEP": 2304, "K_GRID": 576,
-         "V_GRID": 576}  # fmt: skip
+         "V_GRID": 576, "TURN": 128}  # fmt: skip
 
 ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
 WHOLE = {"WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
+PLAIN |= dict.fromkeys(("x_turn", "x_bias", "other_turn", "other_bias"))
 NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "WIDE": 4096, "MOST": 0, "most": None}
 SILU = NORM | {"FUSE": "silu", "LARGEST": 0, "WIDE": 16384, "sums": None}
 GREEDILY = {"WIDE": 4096} | dict.fromkeys(("best", "temperature", "least", "keys"))
@@ -289,7 +290,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (80, "_attend_int8", "static", WHOLE, 2),
     (80, "_attend_int8", "int4", WHOLE, 2),
     (80, "_attend", "int4", {"ROWS": 128} | WHOLE, 8),
-    (80, "_write", "static", {"NORM": False, "TOGETHER": 1}, 1),
+    (80, "_write", "static", {"NORM": False, "TOGETHER": 1, "turn": None, "bias": None}, 1),
     (80, "_token", "model", SILU, 32),
     (90, "_attend", "dynamic", {"ROWS": 32, "WINDOW": 64}, 4),
     (90, "_attend", "static", {"ROWS": 128} | WHOLE, 8),

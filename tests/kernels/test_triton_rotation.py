@@ -14,8 +14,11 @@ import anybit
 from anybit.core.rotation import turned
 from anybit.kernels import between
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import Wanted, rms_norm, seen_by
+from anybit.kernels.between import Unturned, Wanted, rms_norm, seen_by
+from anybit.kernels.kv.cache import Heads
+from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.reference import quantize_tokens
+from anybit.kernels.state import Room
 from anybit.kernels.triton import activation as kernel
 from anybit.kernels.triton.between import FAMILY
 from tests.kernels.compiling import Job, Target, built
@@ -35,7 +38,8 @@ def rotated(x: Tensor, vector: Tensor, after: bool) -> Tensor:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("size", [16, 96, 128, 384])
-def test_tokens(size: int, after: bool) -> None:
+def test_tokens(size: int, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ALONE", 3)
     vector = random(size, 1, seed=1).half()
     eye = torch.eye(size, device=DEVICE)
     got = kernel.rotate(eye, vector, after)
@@ -49,6 +53,8 @@ def test_tokens(size: int, after: bool) -> None:
         want = rotated(x, vector, after)
         error = (kernel.rotate(x, vector, after).double() - want).norm() / want.norm()
         assert error < 2 * torch.finfo(dtype).eps
+        one = kernel.rotate(x[:1], vector, after)
+        assert torch.equal(one, kernel.rotate(x, vector, after)[:1])
     assert kernel.rotate(x[:0], vector, after).shape == (0, size)
 
 
@@ -110,17 +116,76 @@ def test_products_leave_rotated_alone() -> None:
     assert (x.codes.double() - want).norm() / want.norm() < 2e-3
 
 
+def equal(got: object, want: object) -> None:
+    """Tensors, or tuples of what is to be equal."""
+    if isinstance(want, Tensor):
+        assert isinstance(got, Tensor)
+        assert torch.equal(got, want)
+    elif isinstance(want, tuple):
+        assert isinstance(got, tuple)
+        for a, b in zip(got, want, strict=True):
+            equal(a, b)
+
+
+@pytest.mark.parametrize(("k", "widest", "biased"), [(96, 96, 1), (384, 384, 0), (384, 256, 1)])
+def test_outputs_are_rotated_where_they_are_read(
+    k: int, widest: int, biased: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as of a launch that rotates them, and by that where a token is too wide."""
+    monkeypatch.setitem(between.chosen, DEVICE, FAMILY)
+    monkeypatch.setattr(kernel, "WIDEST", widest)
+    x, weight, vector = random(3, k).half(), random(k, seed=1).half(), random(k, seed=2).half()
+    signs = random(2 * k, seed=3).sign().half()
+    bias = random(2 * k, seed=4).half() if biased else None
+    both = Unturned(random(3, 2 * k, seed=5).half(), signs, bias)
+    gate, up = both.chunk(2, -1)
+    assert isinstance(gate, Unturned) is (k % 128 == 0)  # else the rotation's blocks of 64 or 128
+    delta = Unturned(both.y[:, :k], signs[:k], None if bias is None else bias[:k])
+    every = Wanted(), Wanted("int8"), Wanted("int8", vector), Wanted(None, vector, rotated=True)
+    for wanted in every:
+        got = FAMILY.add_norm(x, delta, weight, 1e-5, wanted)
+        want = FAMILY.add_norm(x, delta.turned, weight, 1e-5, wanted)
+        equal(got[1], want[1])
+        first, second = both.turned.chunk(2, -1)
+        products = FAMILY.silu_mul(gate, up, wanted), FAMILY.silu_mul(first, second, wanted)
+        for pair in ((got[0], want[0]), products):
+            if DEVICE.type == "cpu":  # a GPU adds squares in another order
+                equal(*pair)
+            a, b = (y.codes if isinstance(y, Activations) else y for y in pair)
+            assert (a.float() - b.float()).abs().max() <= (1 if a.dtype == torch.int8 else 2**-6)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 32), (1, 128), (3, 16)])
+def test_projections_are_rotated_where_the_cache_is_written(heads: int, dim: int) -> None:
+    """Also where a block is several heads, or lies across those of Q and K."""
+    n = 3 * heads * dim
+    qkv = Unturned(random(2, n).half(), random(n, seed=1).sign().half(), random(n, seed=2).half())
+    tables = random(8, dim // 2, seed=3), random(8, dim // 2, seed=4)
+    positions, slots = torch.tensor([[3, 5], [1, 17]], device=DEVICE)
+    caches = [Heads(heads, dim).empty(Room(2, 16, 0, KV_FORMATS["int8"], DEVICE)) for _ in "ab"]
+    got, want = (
+        FAMILY.write(x, cache, tables, positions, slots, heads)
+        for x, cache in zip((qkv, qkv.turned), caches, strict=True)
+    )
+    assert torch.equal(got, want)
+    for a, b in zip(*(cache.of_tokens for cache in caches), strict=True):
+        assert torch.equal(a, b)
+    assert int(caches[0].k.count_nonzero()) > heads * dim
+
+
 KINDS = dict.fromkeys(("x", "gate", "other", "weight", "residual"), "*bf16")
 KINDS |= dict.fromkeys(
     ("K", "X_STRIDE", "OTHER_STRIDE", "UNITS", "ROW", "ROWS", "GATE_STRIDE", "LOW"), "i32"
 )
-KINDS |= {"vector": "*fp16", "scales": "*fp32", "most": "*fp32", "sums": "*i32", "EPS": "fp32"}
+KINDS |= dict.fromkeys(("vector", "x_turn", "gate_turn", "other_turn"), "*fp16")
+KINDS |= {"scales": "*fp32", "most": "*fp32", "sums": "*i32", "EPS": "fp32"}
 TARGETS: list[Target] = [("cuda", 80, 32), *[("hip", "gfx942", 64)] * EVERY_KERNEL]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_they_compile_without_a_gpu(compilers: Callable[..., Executor], target: Target) -> None:
     token = {"LARGEST": 127, "FUSE": "norm", "WIDE": kernel.WIDEST, "SIZE": 128, "MOST": 0}
+    token["TURN"] = 128
     alone = {"AFTER": True, "SIZE": 128, "TILE": kernel.BLOCKS}
     for name, out, constants, warps in [
         ("_token", "*i8", token, 16), ("_rotate", "*bf16", alone, 4)

@@ -1,15 +1,15 @@
 """Grouped-query attention of the engine's models."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import PLAIN, Mixer, NormKind, norm_eps, norm_weight
+from anybit.engine.models.layers import PLAIN, Mixer, NormKind, leave, norm_eps, norm_weight
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import of, rms_norm
+from anybit.kernels.between import Unturned, finished, of, rms_norm
 from anybit.kernels.kv.cache import Heads, LayerCache
 
 
@@ -66,6 +66,7 @@ class Attention(Mixer):
         merged = [f"{name}.{part}" for part in names]
         self.qkv_proj = self.in_proj = weights.linear(merged, rows, hidden, bias)
         self.o_proj = weights.linear([f"{name}.{output}"], [hidden], heads * dim, output_bias)
+        leave(self.qkv_proj)
         self.norms = self.whole_norms = None
         if qk_norm:
             sizes = (heads * dim, kv_heads * dim) if qk_norm == "whole" else (dim, dim)
@@ -78,13 +79,19 @@ class Attention(Mixer):
         self.scales = weights.kv_scales(name, (kv_heads, dim))
 
     @property
+    def last(self) -> nn.Module:
+        return self.o_proj
+
+    @property
     def memory(self) -> Heads:
         return Heads(self.kv_heads, self.dim, self.scales)
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
-    ) -> Tensor:
+    ) -> Tensor | Unturned:
         qkv, gate = self.qkv_proj(x), None
+        if self.gated or self.whole_norms is not None or self.columns is not None:
+            qkv = finished(qkv)
         if self.whole_norms is not None:
             qkv = self._normed(qkv)
         if self.columns is not None:

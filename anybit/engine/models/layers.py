@@ -16,7 +16,17 @@ from anybit.engine.weights import Dense, Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import ANSWERS, AS_IT_IS, Routing, Wanted, of, outside
+from anybit.kernels.between import (
+    ANSWERS,
+    AS_IT_IS,
+    Routing,
+    Unturned,
+    Wanted,
+    family_of,
+    finished,
+    of,
+    outside,
+)
 from anybit.kernels.kv.cache import Heads
 from anybit.kernels.recurrences import Scan
 from anybit.kernels.state import Hidden, HiddenStates, LayerState, Memory, Recurrence
@@ -74,7 +84,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = norm_weight(weights, name, size, kind), eps
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, wanted: Wanted = AS_IT_IS
+        self, x: Tensor, delta: Tensor | Unturned | None, wanted: Wanted = AS_IT_IS
     ) -> tuple[Tensor | Activations, Tensor]:
         return of(x).add_norm(x, delta, self.weight, self.eps, wanted)
 
@@ -94,6 +104,11 @@ class Mixer(nn.Module):
     def memory(self) -> Memory:
         """What it remembers of texts."""
         raise NotImplementedError(f"{type(self).__name__}.memory")
+
+    @property
+    def last(self) -> nn.Module | None:
+        """The layer whose outputs it returns as they are."""
+        return None
 
     def arrange(self, order: Tensor | None) -> None:
         """Bring what belongs to channels of Q's and K's heads into rope's order."""
@@ -121,8 +136,15 @@ class MLP(nn.Module):
         rows = [2 * intermediate // len(first)] * len(first)
         self.gate_up_proj = weights.linear(first, rows, hidden, bias)
         self.down_proj = weights.linear([down], [hidden], intermediate, bias)
+        if type(self) is MLP and self.act in SILU:  # others do other things in between
+            leave(self.gate_up_proj)
 
-    def forward(self, x: Tensor | Activations) -> Tensor:
+    @property
+    def last(self) -> nn.Module | None:
+        """The layer whose outputs it returns as they are."""
+        return self.down_proj if type(self) is MLP else None
+
+    def forward(self, x: Tensor | Activations) -> Tensor | Unturned:
         first, wanted = self.gate_up_proj, wanted_by(self.down_proj)
         as_it_is = wanted.activation is None and wanted.vector is None
         if isinstance(first, Dense) and isinstance(x, Tensor) and self.act in SILU and as_it_is:
@@ -203,29 +225,33 @@ class Block(nn.Module):
             RMSNorm(weights, f"{name}.{norm}", size, eps, kind) if norm else None for norm in norms
         )
         self.self_attn, self.mlp, self.multiplier = attention, mlp, multiplier
+        if self.after_attention is None:
+            leave(attention.last)
+        if self.after_mlp is None:
+            leave(getattr(mlp, "last", None))
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rope: Rope, states: Iterator[LayerState],
-        batch: Batch,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, x: Tensor, delta: Tensor | Unturned | None, rope: Rope,
+        states: Iterator[LayerState], batch: Batch,
+    ) -> tuple[Tensor, Tensor | Unturned]:  # fmt: skip
         y, x = self._before(self.attention_norm, x, delta, wanted_by(self.self_attn.in_proj))
-        y = self._after(self.after_attention, self.self_attn(y, rope, next(states), batch))
+        out = self._after(self.after_attention, self.self_attn(y, rope, next(states), batch))
         first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
-        y, x = self._before(self.mlp_norm, x, y, wanted_by(first))
+        y, x = self._before(self.mlp_norm, x, out, wanted_by(first))
         return x, self._after(self.after_mlp, self.mlp(y))
 
     def _before(
-        self, norm: RMSNorm | None, x: Tensor, delta: Tensor | None, wanted: Wanted
+        self, norm: RMSNorm | None, x: Tensor, delta: Tensor | Unturned | None, wanted: Wanted
     ) -> tuple[Tensor | Activations, Tensor]:
         if norm is not None:
             return norm(x, delta, wanted)
-        x = x if delta is None else x + delta
+        x = x if delta is None else x + finished(delta)
         return x, x
 
-    def _after(self, norm: RMSNorm | None, y: Tensor) -> Tensor:
+    def _after(self, norm: RMSNorm | None, y: Tensor | Unturned) -> Tensor | Unturned:
         if norm is not None:
             y = norm(y, None)[0]
-        return y if self.multiplier == 1 else y * self.multiplier
+        return y if self.multiplier == 1 else finished(y) * self.multiplier
 
 
 class Decoder(nn.Module):
@@ -407,13 +433,22 @@ def activation_of(config: PretrainedConfig) -> str:
     return str(name)
 
 
-def gated(act: str, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+def gated(
+    act: str, gate: Tensor | Unturned, up: Tensor | Unturned, wanted: Wanted = AS_IT_IS
+) -> Tensor | Activations:
     """act(gate) * up, as the next layer wants it if that is made on the way."""
     if act in SILU:
-        return of(up).silu_mul(gate, up, wanted)
+        return of(up.y if isinstance(up, Unturned) else up).silu_mul(gate, up, wanted)
+    gate, up = finished(gate), finished(up)
     if act == GELU:
         return of(up).gelu_mul(gate, up)
     return activation(act)(gate) * up
+
+
+def leave(layer: nn.Module | None) -> None:
+    """Have a layer leave its outputs' rotation to what reads them, where kernels do that."""
+    if isinstance(layer, Multiplier):
+        layer.leaves = family_of(layer.device).turns
 
 
 def wanted_by(layer: nn.Module | None) -> Wanted:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anybit.errors import Unsupported
 from anybit.kernels.attention import Batch, Scores
-from anybit.kernels.between import TORCH, of
+from anybit.kernels.between import TORCH, Unturned, of
 from anybit.kernels.kv.format import KvFormat, Numbers, zeros
 from anybit.kernels.state import Room
 
@@ -123,7 +123,7 @@ class LayerCache:
         return self.family is not TORCH
 
     def attend(
-        self, qkv: Tensor, heads: int, batch: Batch, rope: tuple[Tensor, Tensor] | None,
+        self, qkv: Tensor | Unturned, heads: int, batch: Batch, rope: tuple[Tensor, Tensor] | None,
         scores: Scores, norms: tuple[Tensor, Tensor, float] | None = None,
     ) -> Tensor:  # fmt: skip
         """From projections (T, (heads + 2 kv_heads) * head_dim) to the output (T, heads, head_dim).

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from anybit.kernels.attention import Batch, Scores, gathered, prompts
 from anybit.kernels.backend import Activations
-from anybit.kernels.between import AS_IT_IS, Family, Wanted
+from anybit.kernels.between import AS_IT_IS, Family, Unturned, Wanted, finished
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.native import attention, cache, dense, fused, rotation, viterbi
 from anybit.kernels.native.recording import Recording
@@ -21,14 +21,18 @@ class Native(Family):
         return fused.able()
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
+        self, x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float,
         wanted: Wanted = AS_IT_IS,
     ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
+        delta = None if delta is None else finished(delta)
         if not (fused.suits(x) if delta is None else fused.suits(x, delta)):
             return super().add_norm(x, delta, weight, eps)
         return fused.add_norm(x, delta, weight, eps)
 
-    def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+    def silu_mul(
+        self, gate: Tensor | Unturned, up: Tensor | Unturned, wanted: Wanted = AS_IT_IS
+    ) -> Tensor | Activations:
+        gate, up = finished(gate), finished(up)
         suits = fused.suits(up, gate)
         return fused.silu_mul(gate, up) if suits else super().silu_mul(gate, up)
 

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anybit.kernels.between import Unturned, finished
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.int4 import LEAST_SCALE, MOST
 from anybit.kernels.native import build, ir
@@ -100,7 +101,7 @@ def pointer(t: Tensor | None) -> int:
 
 
 def write(
-    qkv: Tensor,
+    qkv: Tensor | Unturned,
     cache: LayerCache,
     rope: tuple[Tensor, Tensor] | None,
     positions: Tensor,
@@ -113,7 +114,7 @@ def write(
     assert rope is not None
     assert kv is None
     _, kv_heads, block, _ = cache.k.shape
-    qkv, positions, slots = qkv.contiguous(), positions.int(), slots.int()
+    qkv, positions, slots = finished(qkv).contiguous(), positions.int(), slots.int()
     q = torch.empty(len(qkv), heads, cache.head_dim, dtype=qkv.dtype)
     weight = None if norms is None else DTYPES[norms[0].dtype]
     q_weight, k_weight, eps = (None, None, 0.0) if norms is None else norms

@@ -16,15 +16,18 @@ from torch import Tensor
 from anybit.core.rotation import block
 from anybit.kernels import reference
 from anybit.kernels.backend import CODES, Pairs
+from anybit.kernels.between import Unturned, finished
 from anybit.kernels.triton.lang import INTERPRET, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
 BLOCKS = 8  # that a program of one warp rotates; measured on an H200
+ALONE = 2048  # blocks, up to which each has a program: instructions take longer than reading
 WIDEST = 4096  # columns of a token that one program rotates and quantizes
 COLUMNS = 1024  # of a program that multiplies SiLU(gate) and up, or quantizes a part of a token
 PROGRAMS = 64  # of that kind are faster than one for each token, or four times as many that rotate
 FINER = tl.constexpr(reference.FINER)
+NOTHING = (None, None, None)
 
 
 @triton.jit
@@ -99,6 +102,32 @@ def _transformed(v, SIZE: tl.constexpr):
 
 
 @triton.jit
+def of_columns(turn, bias, k, mask):
+    """What `turned` needs of columns k; of no kernel's making. Zeros where there is nothing."""
+    t, b = 0.0, 0.0
+    if turn is not None:
+        t = tl.load(turn + k, mask=mask, other=0).to(tl.float32)
+    if bias is not None:
+        b = tl.load(bias + k, mask=mask, other=0).to(tl.float32)
+    return t, b
+
+
+@triton.jit
+def turned(v, turn, bias, numbers, SIZE: tl.constexpr):
+    """`Unturned.turned` of columns, whole blocks of SIZE; v as it is where `turn` is None.
+
+    numbers: by `of_columns`.
+    """
+    if turn is not None:
+        dtype = v.dtype
+        blocks = tl.reshape(v.to(tl.float32), (v.numel // SIZE, SIZE))
+        v = (tl.reshape(_transformed(blocks, SIZE), v.shape) * numbers[0]).to(dtype)
+        if bias is not None:
+            v = (v.to(tl.float32) + numbers[1]).to(dtype)
+    return v
+
+
+@triton.jit
 def _clear(sums, m, here, ROWS):
     """Zero in the sums of rows of tokens m, which have two at most."""
     if sums is not None:
@@ -108,24 +137,28 @@ def _clear(sums, m, here, ROWS):
 
 @triton.jit
 def _rotate(
-    x, gate, vector, out, most, sums, UNITS, ROW, ROWS, X_STRIDE, GATE_STRIDE,
-    AFTER: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    x, gate, vector, out, most, sums, x_turn, x_bias, gate_turn, gate_bias, UNITS, ROW, ROWS,
+    X_STRIDE, GATE_STRIDE, AFTER: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """H (vector * x), or vector * (H x), of TILE blocks of SIZE columns. A token has ROW.
 
-    gate: x is SiLU(gate) * x. most, sums: as in `_silu_mul`, of blocks.
+    gate: x is SiLU(gate) * x. most, sums: as in `_silu_mul`, of blocks. x_turn, ...: of `Unturned`
+    outputs, in blocks of SIZE as well.
     """
     launch_next(PDL)
     unit = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     k = (unit % ROW * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
     live = (unit < UNITS)[:, None]
     scale = tl.load(vector + k).to(tl.float32)
+    of_x, of_gate = of_columns(x_turn, x_bias, k, live), of_columns(gate_turn, gate_bias, k, live)
     after_previous(PDL)
     v = tl.load(x + (unit // ROW * X_STRIDE)[:, None] + k, mask=live, other=0)
     dtype = v.dtype
+    v = turned(v, x_turn, x_bias, of_x, SIZE)
     if gate is not None:
         g = tl.load(gate + (unit // ROW * GATE_STRIDE)[:, None] + k, mask=live, other=0)
-        v = _silu(g, v, dtype)
+        v = _silu(turned(g, gate_turn, gate_bias, of_gate, SIZE), v, dtype)
     v = v.to(tl.float32)
     v = _transformed(v, SIZE) * scale if AFTER else _transformed(v * scale, SIZE)
     at = unit[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -138,9 +171,10 @@ def _rotate(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _token(
-    x, other, weight, vector, out, scales, sums, residual, pairs, most, K, X_STRIDE, OTHER_STRIDE,
-    EPS, LARGEST: tl.constexpr, FUSE: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    MOST: tl.constexpr, PDL: tl.constexpr,
+    x, other, weight, vector, out, scales, sums, residual, pairs, most, x_turn, x_bias, other_turn,
+    other_bias, K, X_STRIDE, OTHER_STRIDE, EPS, LARGEST: tl.constexpr, FUSE: tl.constexpr,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of a token: x, RMSNorm(x + other) * weight ("norm") or SiLU(other) * x ("silu").
 
@@ -148,6 +182,7 @@ def _token(
     0: stored as it is. pairs: how many tokens have two rows of codes, the other for what the first
     has rounded off; see `backend.Pairs`. residual: gets x + other. MOST > 0: WIDE columns of the
     row, whose largest value is one of MOST of its token, and whose sum is added to that of others.
+    x_turn, ...: of `Unturned` outputs, in blocks of TURN.
     """
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -160,15 +195,20 @@ def _token(
     w = k
     if FUSE == "norm":  # from memory, and of no other kernel's making
         w = tl.load(weight + k, mask=k < K, other=0)
+    of_x = of_columns(x_turn, x_bias, k, k < K)
+    of_other = of_columns(other_turn, other_bias, k, k < K)
     after_previous(PDL)
     v = tl.load(x + m * X_STRIDE + k, mask=k < K, other=0)
     dtype = v.dtype
+    v = turned(v, x_turn, x_bias, of_x, TURN)
     if FUSE == "silu":
-        v = _silu(tl.load(other + m * OTHER_STRIDE + k, mask=k < K, other=0), v, dtype)
+        g = tl.load(other + m * OTHER_STRIDE + k, mask=k < K, other=0)
+        v = _silu(turned(g, other_turn, other_bias, of_other, TURN), v, dtype)
     v = v.to(tl.float32)
     if FUSE == "norm":
         if other is not None:
             d = tl.load(other + m * OTHER_STRIDE + k, mask=k < K, other=0)
+            d = turned(d, other_turn, other_bias, of_other, TURN)
             v = (v + d.to(tl.float32)).to(dtype)
             tl.store(residual + m * K + k, v, mask=k < K)
             v = v.to(tl.float32)
@@ -266,30 +306,43 @@ def columns(x: Tensor, order: Tensor) -> Tensor:
     return out
 
 
+def read(x: Tensor | Unturned) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What kernels take of outputs: numbers as they read them; vector and bias of `Unturned`."""
+    y, vector, bias = x if isinstance(x, Unturned) else (x, None, None)
+    return side_by_side(y), vector, bias
+
+
 def rotate(
-    x: Tensor, vector: Tensor, after: bool, gate: Tensor | None = None, parts: Parts = WHOLE
+    x: Tensor | Unturned,
+    vector: Tensor,
+    after: bool,
+    gate: Tensor | Unturned | None = None,
+    parts: Parts = WHOLE,
 ) -> Tensor:
     """`Family.rotate` of tokens (M, K), or of SiLU(gate) * x."""
+    x, *x_turn = read(x)
+    gate, *gate_turn = NOTHING if gate is None else read(gate)
     m, k = x.shape
-    size, x = block(k), side_by_side(x)
-    gate = None if gate is None else side_by_side(gate)
+    size = block(k)
     strides = x.stride(0), 0 if gate is None else gate.stride(0)
     out = torch.empty(m, k, dtype=x.dtype, device=x.device)
-    units, tile = m * (k // size), BLOCKS if parts.most is None else 1
+    units = m * (k // size)
+    tile = 1 if units <= ALONE else BLOCKS
     if units:
         _rotate[(-(-units // tile),)](
-            x, gate, vector, out, *parts, units, k // size, parts.rows, *strides,
-            AFTER=after, SIZE=size, TILE=tile, num_warps=1, **overlap(x.device),
+            x, gate, vector, out, *parts, *x_turn, *gate_turn, units, k // size, parts.rows,
+            *strides, AFTER=after, SIZE=size, TILE=tile, num_warps=1, **overlap(x.device),
+            enable_fp_fusion=False,  # or a token's bits would depend on the tile
         )  # fmt: skip
     return out
 
 
 def quantize(
-    x: Tensor,
+    x: Tensor | Unturned,
     activation: str,
     dtype: torch.dtype | None = None,
-    gate: Tensor | None = None,
-    norm: tuple[Tensor | None, Tensor, float] | None = None,
+    gate: Tensor | Unturned | None = None,
+    norm: tuple[Tensor | Unturned | None, Tensor, float] | None = None,
     sums: bool = False,
     vector: Tensor | None = None,
     pairs: Pairs | None = None,
@@ -303,30 +356,32 @@ def quantize(
     dtype: what holds them: int8, float8_e4m3fn, or x's own, in which they are exact. vector (K,):
     of a rotation before that.
     """
-    m, k = x.shape
+    m, k = (y := x.y if isinstance(x, Unturned) else x).shape
     rows = pairs.rows if pairs else m
-    out = torch.empty(rows, k, dtype=dtype or CODES[activation], device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    total = torch.empty(rows if sums else 0, dtype=torch.int32, device=x.device)
+    out = torch.empty(rows, k, dtype=dtype or CODES[activation], device=y.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=y.device)
+    total = torch.empty(rows if sums else 0, dtype=torch.int32, device=y.device)
     residual, parts = None, Parts(None, total if sums else None)
     few = m * -(-k // COLUMNS) <= (PROGRAMS if vector is None else 4 * PROGRAMS)
     if k > WIDEST and (vector is not None or (gate is not None and few)):
         if norm is not None:
-            x, residual = add_norm(x, *norm)
+            x, residual = add_norm(y, *norm)
         if few:
             columns = COLUMNS if vector is None else block(k)
-            most = torch.empty(m, -(-k // columns), dtype=torch.float32, device=x.device)
+            most = torch.empty(m, -(-k // columns), dtype=torch.float32, device=y.device)
             parts = parts._replace(most=most)
         if vector is not None:
             x = rotate(x, vector, False, gate, parts)
         elif gate is not None:
-            x = silu_mul(gate, x, parts)
+            x = silu_mul(finished(gate), finished(x), parts)
         gate = norm = vector = None
     own = _launch(x, out, LARGEST[activation], gate, norm, scale, vector, pairs, parts)
     return out, scale, total, own if residual is None else residual
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """RMSNorm(x + delta) * weight and x + delta, all (M, K); without a delta, of x."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return out, _launch(x, out, norm=(delta, weight, eps))
@@ -346,31 +401,32 @@ def silu_mul(gate: Tensor, up: Tensor, parts: Parts = WHOLE) -> Tensor:
 
 
 def _launch(
-    x: Tensor,
+    x: Tensor | Unturned,
     out: Tensor,
     largest: int = 0,
-    gate: Tensor | None = None,
-    norm: tuple[Tensor | None, Tensor, float] | None = None,
+    gate: Tensor | Unturned | None = None,
+    norm: tuple[Tensor | Unturned | None, Tensor, float] | None = None,
     scale: Tensor | None = None,
     vector: Tensor | None = None,
     pairs: Pairs | None = None,
     parts: Parts = WHOLE,
 ) -> Tensor:
     """Run `_token`; the residual."""
-    m, k = x.shape
     delta, weight, eps = norm or (None, None, 0.0)
     other = gate if norm is None else delta
-    x, other = side_by_side(x), None if other is None else side_by_side(other)
+    x, *x_turn = read(x)
+    other, *other_turn = NOTHING if other is None else read(other)
+    m, k = x.shape
     residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
     count = 0 if parts.most is None else parts.most.shape[1]
     wide, size = COLUMNS if count else next_power_of_2(k), 0 if vector is None else block(k)
     if m:
         _token[(len(out), -(-k // wide))](
             x, other, weight, vector, out, scale, parts.sums, residual,
-            None if pairs is None else pairs.count, parts.most, k, x.stride(0),
-            0 if other is None else other.stride(0), eps, LARGEST=largest,
+            None if pairs is None else pairs.count, parts.most, *x_turn, *other_turn, k,
+            x.stride(0), 0 if other is None else other.stride(0), eps, LARGEST=largest,
             FUSE="norm" if norm is not None else "silu" if gate is not None else "", WIDE=wide,
-            SIZE=size, MOST=count, num_warps=warps(wide), **overlap(x.device),
+            SIZE=size, TURN=block(k), MOST=count, num_warps=warps(wide), **overlap(x.device),
         )  # fmt: skip
     return residual
 

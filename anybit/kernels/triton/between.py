@@ -5,7 +5,7 @@ from torch import Tensor
 
 from anybit.kernels.attention import Batch, Scores, gathered, prompts
 from anybit.kernels.backend import HALVES, Activations, Pairs
-from anybit.kernels.between import AS_IT_IS, Family, Wanted
+from anybit.kernels.between import AS_IT_IS, Family, Unturned, Wanted, finished
 from anybit.kernels.hopper import plain
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.recurrences import Scan
@@ -22,10 +22,14 @@ from anybit.kernels.triton import (
 
 
 class Triton(Family):
+    turns = 256
+
     def add_norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float,
+        self, x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float,
         wanted: Wanted = AS_IT_IS,
     ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
+        if isinstance(delta, Unturned) and x.shape[1] > activation.WIDEST:
+            delta = delta.turned
         if wanted.activation is None:
             return activation.add_norm(x, delta, weight, eps)
         codes, scale, total, x_sum = activation.quantize(
@@ -35,18 +39,23 @@ class Triton(Family):
         rotated = wanted.vector is not None
         return Activations(codes, scale, total, x.dtype, rotated, wanted.pairs), x_sum
 
-    def silu_mul(self, gate: Tensor, up: Tensor, wanted: Wanted = AS_IT_IS) -> Tensor | Activations:
+    def silu_mul(
+        self, gate: Tensor | Unturned, up: Tensor | Unturned, wanted: Wanted = AS_IT_IS
+    ) -> Tensor | Activations:
         kind, vector, rotated, pairs = wanted
+        y = up.y if isinstance(up, Unturned) else up
+        if vector is None and y.shape[1] > activation.WIDEST:
+            gate, up = finished(gate), finished(up)
         if kind is not None:
             made = activation.quantize(
                 up, kind, gate=gate, sums=kind == "int8", vector=vector, pairs=pairs
             )
             return Activations(*made[:3], up.dtype, vector is not None, pairs)
         if rotated and vector is not None:
-            nothing = up.new_empty(0)
+            nothing = y.new_empty(0)
             x = activation.rotate(up, vector, False, gate)
             return Activations(x, nothing, nothing, up.dtype, rotated=True)
-        return activation.silu_mul(gate, up)
+        return activation.silu_mul(finished(gate), finished(up))
 
     def quantize(
         self, x: Tensor, kind: str, pairs: Pairs | None = None

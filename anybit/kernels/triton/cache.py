@@ -11,20 +11,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anybit.core.rotation import block as rotated_block
+from anybit.kernels.between import Unturned, finished
 from anybit.kernels.kv.cache import LayerCache
-from anybit.kernels.triton.activation import after_previous, launch_next, overlap
+from anybit.kernels.triton.activation import (
+    after_previous,
+    launch_next,
+    of_columns,
+    overlap,
+    read,
+    turned,
+)
 from anybit.kernels.triton.lang import settle
 
 
 @triton.jit
 def _write(
-    qkv, k, v, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots, q_weight,
-    k_weight, STRIDE, K_STRIDE, V_STRIDE, EPS, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
-    V_GRID: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
+    qkv, k, v, turn, bias, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots,
+    q_weight, k_weight, STRIDE, K_STRIDE, V_STRIDE, EPS, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr, GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    K_GRID: tl.constexpr, V_GRID: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
+    TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong."""
+    """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong.
+
+    turn, bias: of `Unturned` projections, in blocks of TURN columns.
+    """
     launch_next(PDL)
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOGETHER
     d = tl.arange(0, HALF)[None, :]
@@ -33,17 +46,23 @@ def _write(
     if cos is not None:
         position = tl.load(positions + token).to(tl.int64)
         c, s = tl.load(cos + position * HALF + d), tl.load(sin + position * HALF + d)
+    column = head * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    of_head = of_columns(turn, bias, column, column >= 0)
     after_previous(PDL)
-    heads = qkv + token * STRIDE + first * (2 * HALF)
-    if k is not None:  # they lie elsewhere
-        if first >= HEADS + KV_HEADS:
-            heads = v + token * V_STRIDE + (first - HEADS - KV_HEADS) * (2 * HALF)
-        elif first >= HEADS:
-            heads = k + token * K_STRIDE + (first - HEADS) * (2 * HALF)
-    at = heads + tl.arange(0, TOGETHER)[:, None] * (2 * HALF) + d
-    x = tl.load(at)
-    dtype = x.dtype
-    a, b = x.to(tl.float32), tl.load(at + HALF).to(tl.float32)
+    if turn is None:
+        heads = qkv + token * STRIDE + first * (2 * HALF)
+        if k is not None:  # they lie elsewhere
+            if first >= HEADS + KV_HEADS:
+                heads = v + token * V_STRIDE + (first - HEADS - KV_HEADS) * (2 * HALF)
+            elif first >= HEADS:
+                heads = k + token * K_STRIDE + (first - HEADS) * (2 * HALF)
+        at = heads + tl.arange(0, TOGETHER)[:, None] * (2 * HALF) + d
+        a, b = tl.load(at), tl.load(at + HALF)
+    else:
+        x = turned(tl.load(qkv + token * STRIDE + column), turn, bias, of_head, TURN)
+        a, b = tl.split(tl.permute(tl.reshape(x, [TOGETHER, 2, HALF]), [0, 2, 1]))
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
     if first < HEADS + KV_HEADS:
         if NORM:
             low, high = tl.load(q_weight + d), tl.load(q_weight + HALF + d)
@@ -183,7 +202,7 @@ def _int8(x, scale):
 
 
 def write(
-    qkv: Tensor,
+    qkv: Tensor | Unturned,
     cache: LayerCache,
     rope: tuple[Tensor, Tensor] | None,
     positions: Tensor,
@@ -193,18 +212,22 @@ def write(
     kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`Family.write`."""
-    tokens, (_, kv_heads, block, _), dim = len(qkv), cache.k.shape, cache.head_dim
+    (_, kv_heads, block, _), dim = cache.k.shape, cache.head_dim
+    together, n = math.gcd(heads, kv_heads, 4), (heads + 2 * kv_heads) * dim
+    if kv is not None or together * dim % (size := rotated_block(n)):
+        qkv, size = finished(qkv), 0
+    qkv, *turn = read(qkv)
+    tokens = len(qkv)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         k, v = kv or (None, None)
         strides = [0 if x is None else x.stride(0) for x in (qkv, k, v)]
-        together = math.gcd(heads, kv_heads, 4)
         _write[(tokens, (heads + 2 * kv_heads) // together)](
-            qkv, k, v, q, *planes(cache), *(rope or (None, None)), positions, slots, q_norm, k_norm,
-            *strides, eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
+            qkv, k, v, *turn, q, *planes(cache), *(rope or (None, None)), positions, slots, q_norm,
+            k_norm, *strides, eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
             **kinds(cache), NORM=norms is not None,
-            TOGETHER=together, num_warps=together, **overlap(q.device),
+            TOGETHER=together, TURN=size, num_warps=together, **overlap(q.device),
         )  # fmt: skip
     return q
 
