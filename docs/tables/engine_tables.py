@@ -171,9 +171,9 @@ def drafts() -> str:
 RANDOM = "random Llama, 1.1B"
 ENGINES = {  # quantization and head in the CSV: name
     ("bf16", "bf16"): "vLLM, bf16",
-    ("fp8", "bf16"): "vLLM, fp8 (CUTLASS)",
-    ("gptq", "bf16"): "vLLM, GPTQ int4 g128 (Machete)",
-    ("marlin", "bf16"): "vLLM, GPTQ int4 g128 (Marlin)",
+    ("fp8", "bf16"): "vLLM, fp8",
+    ("gptq", "bf16"): "vLLM, GPTQ (Machete)",
+    ("marlin", "bf16"): "vLLM, GPTQ (Marlin)",
     ("int4:group=128", "bf16"): "anybit int4 g128",
     ("liquid@int8", "bf16"): "anybit liquid@int8",
     ("liquid@int8", "int8@int8"): "anybit liquid@int8, int8 head",
@@ -187,7 +187,7 @@ ENGINES = {  # quantization and head in the CSV: name
     ("exl3-2", "bf16"): "anybit, EXL3's files, 2 bits",
     ("exl3-4", "bf16"): "anybit, EXL3's files, 4 bits",
 }  # fmt: skip
-VLLM_COLUMNS = [("auto", 1), ("auto", 16), ("auto", 64), ("fp8", 64), ("fp8", 256)]
+VLLM_COLUMNS = [("auto", 1), ("auto", 16), ("auto", 64)]
 Figures = dict[tuple[str, int], tuple[float, bool]]  # of a KV cache and batch; in the last run
 
 
@@ -221,7 +221,7 @@ def vllm() -> str:
             row.append(milliseconds(2048e3 / one[0]) + "*" * (not one[1]) if one else "")
             row.append(f"{many[0]:,.0f}" + "*" * (not many[1]) if many else "")
             out.append([name, *row])
-    titles = ["", *(f"{batch}{', FP8 KV' * (kv != 'auto')}" for kv, batch in VLLM_COLUMNS)]
+    titles = ["", *(str(batch) for _, batch in VLLM_COLUMNS)]
     return markdown([*titles, "one prompt", "prefill, tokens/s"], out if found else [])
 
 
