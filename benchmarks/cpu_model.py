@@ -7,7 +7,8 @@
 `make` writes a random Llama of 1.1 billion parameters, its quantized checkpoints and GGUF files by
 ggml's own quantizers. `run` loads each contestant in a process of its own, and then lets all read a
 prompt and write tokens in turns; a row holds medians. Both have a dense bf16 head. The third line
-runs a published model: a checkpoint that `anybit convert` made, and its file. NODE: a folder where
+runs a published model: a checkpoint that `anybit convert` made, and its file (or the name of one
+that `make` wrote). NODE: a folder where
 `npm install node-llama-cpp` was run, whose llama.cpp is built for every kind of processor.
 """
 
@@ -54,7 +55,7 @@ def main() -> None:
         "formats", nargs="*", help="of anybit (bf16, int4) and GGUF (Q4_0); directories and files"
     )
     parser.add_argument(
-        "--cpu-time", action="store_true", help="of one thread, where others use the machine, too"
+        "--cpu-time", action="store_true", help="of all threads, where others use the machine, too"
     )
     parser.add_argument("--model", default="random Llama, 1.1B", help="its name in the rows")
     parser.add_argument("--llama-cpp", type=Path, metavar="NODE")

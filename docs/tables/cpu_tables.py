@@ -7,8 +7,8 @@ from results import Row, markdown, read
 MEASURED = "cpu_kernels"  # the CSV
 TOKENS = ("1", "4", "16", "128", "512")
 SHAPE = ("4096", "4096")
-SHOWN = ("bf16", "int8", "int4", "int4:group=128", "int4:group=64,zero", "fp8", "fp6", "sparse")
-SHOWN += ("codebook:m=2,v=8", "int8@int8", "int4@int8", "liquid@int8")
+SHOWN = ("bf16", "int8", "int4", "int4:group=128", "fp8", "fp6", "int8@int8", "int4@int8")
+SHOWN += ("liquid@int8",)
 
 
 def tables() -> dict[str, str]:

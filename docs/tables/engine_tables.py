@@ -138,7 +138,7 @@ def cpu_model() -> str:
 
 
 def cpu_files() -> str:
-    """Published GGUF files, converted and in llama.cpp."""
+    """GGUF files, converted and in llama.cpp."""
     rows, lines = [r for r in read("cpu_model") if r["model"] != RANDOM], []
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         assert (ours["engine"], theirs["engine"]) == ("anybit", "llama.cpp")
