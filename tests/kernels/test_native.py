@@ -16,7 +16,7 @@ from anybit.core.groups import groups_of, store_scale
 from anybit.core.packed import Packed
 from anybit.kernels import reference
 from anybit.kernels.backend import Activations, LayerSpec
-from anybit.kernels.native import activations, backend, build, isa, table
+from anybit.kernels.native import activations, backend, build, isa, memory, table
 from tests.needs import pairs
 from tests.specs import SPECS, columns_of_a_group
 
@@ -473,3 +473,11 @@ def test_a_cache_that_cannot_be_written(
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "file"))
     build.load("define void @g(ptr %a) {\n  ret void\n}\n", ["g"], LEVELS[-1])
     assert "ANYBIT_CACHE" in caplog.text
+
+
+def test_weights_that_lie_side_by_side_are_tensors_of_their_own() -> None:
+    with torch.inference_mode():
+        first = memory.empty(3, 100).fill_(1)
+    second = memory.empty(100).fill_(2)  # which parts of an inference tensor would refuse
+    assert second.untyped_storage().nbytes() == 100
+    assert int(first.sum()) == 300

@@ -4,6 +4,7 @@ import mmap
 import threading
 from contextlib import suppress
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,17 @@ CHUNK = 1 << 25  # bytes that weights of less share
 LINE = 64
 
 _lock = threading.Lock()
-_chunk = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
+
+
+class Room(NamedTuple):
+    """Bytes `first` to `last` of memory that is given out."""
+
+    memory: mmap.mmap | None = None
+    first: int = 0
+    last: int = 0
+
+
+_left = Room()  # of the last chunk
 
 
 def empty(*shape: int) -> Tensor:
@@ -22,16 +33,21 @@ def empty(*shape: int) -> Tensor:
 
     A product reads each weight once, and pages of 4 KB then cost a third of the time: the processor
     looks every page up, in two tables on a virtual machine. Small weights lie side by side, for
-    most of them hold no whole page; their memory is free once all of a chunk are.
+    most of them hold no whole page; their memory is free once all of a chunk are. Each is a tensor
+    of its own: parts of one would be copied with all of it, and be written to as it may be.
     """
-    global _chunk
+    global _left
     count = prod(shape)
-    if count >= CHUNK:
-        return _pages(count)[:count].view(shape)
+    if not count or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=torch.uint8)
     with _lock:
-        if len(_chunk) < count:
-            _chunk = _pages(CHUNK)
-        out, _chunk = _chunk[:count], _chunk[-(-count // LINE) * LINE :]
+        room = _left
+        if room.last - room.first < count:
+            room = _pages(max(count, CHUNK))
+        rest = room._replace(first=room.first + -(-count // LINE) * LINE)
+        if room is _left or count < CHUNK:
+            _left = rest
+    out = torch.frombuffer(room.memory, dtype=torch.uint8, count=count, offset=room.first)
     return out.view(shape)
 
 
@@ -40,12 +56,10 @@ def placed(t: Tensor) -> Tensor:
     return empty(t.nbytes).view(t.dtype).view(t.shape).copy_(t)
 
 
-def _pages(count: int) -> Tensor:
+def _pages(count: int) -> Room:
     """At least `count` bytes of whole pages, which take memory as they are written."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(count, dtype=torch.uint8)
-    room = mmap.mmap(-1, count + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, count + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a wish, which may be refused
-        room.madvise(mmap.MADV_HUGEPAGE)
-    out = torch.frombuffer(room, dtype=torch.uint8)
-    return out[-out.data_ptr() % PAGE :][: -(-count // PAGE) * PAGE]
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % PAGE
+    return Room(memory, first, first + -(-count // PAGE) * PAGE)
