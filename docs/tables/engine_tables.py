@@ -1,6 +1,7 @@
 """Tables of whole models: docs/serving.md, docs/vllm.md and docs/benchmarks.md."""
 
 from collections import defaultdict
+from itertools import product
 
 from accuracy_tables import short
 from results import Row, markdown, read
@@ -139,16 +140,17 @@ def cpu_model() -> str:
 
 def cpu_files() -> str:
     """GGUF files, converted and in llama.cpp."""
-    rows, lines = [r for r in read("cpu_model") if r["model"] != RANDOM], []
+    rows = [r for r in read("cpu_model") if r["model"] != RANDOM]
+    found: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
     for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
         assert (ours["engine"], theirs["engine"]) == ("anybit", "llama.cpp")
-        cells = []
         for what in ("decode", "prompt"):
             a, b = (float(row[f"{what}_tokens_per_s"]) for row in (ours, theirs))
-            cells += [f"{a:.3g}", f"{b:.3g}", f"{a / b:.2f}x"]
-        lines.append([ours["model"], ours["threads"], *cells])
-    titles = ["file", "threads", "decode: anybit", "llama.cpp", "", "prompt: anybit"]
-    return markdown([*titles, "llama.cpp", ""], lines, 1)
+            found[ours["model"]][what, ours["threads"]] = f"{a:,.0f} ({a / b:.2f}x)"
+    kinds = list(product(("decode", "prompt"), "12"))
+    lines = [[model, *(of[kind] for kind in kinds)] for model, of in found.items()]
+    titles = [f"{what}, {threads} thread{'s' * (threads == '2')}" for what, threads in kinds]
+    return markdown(["file", *titles], lines, 1)
 
 
 def drafts() -> str:
