@@ -1,7 +1,7 @@
 """Small models in GGUF files, written with the `gguf` package as llama.cpp's converter does."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import anybit
 from anybit.checkpoint.foreign.ggml import TYPES, pack
 from anybit.checkpoint.foreign.gguf_families import SCALES
+from tests.foreign.gguf_hybrids import HYBRIDS, Filed
+from tests.foreign.gguf_hybrids import filed as hybrid
+from tests.foreign.gguf_hybrids import keys as hybrid_keys
 
 SMALL = {
     "hidden_size": 256,
@@ -63,7 +66,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny(model_type: str, **settings: Any) -> PreTrainedModel:
     """A model with random weights, norms among them, in fp32."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SMALL | MODELS[model_type][1] | settings)
+    own = (MODELS | HYBRIDS)[model_type][1]
+    config = AutoConfig.for_model(model_type.split()[0], **SMALL | own | settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -109,6 +113,7 @@ def write(
     extra: Mapping[str, np.ndarray] | None = None,
     tokens: int = 0,
     parts: int = 0,
+    arch: str = "",
 ) -> None:
     """Write a model, and make its weights those of the file.
 
@@ -120,9 +125,10 @@ def write(
         extra: Tensors of the file alone.
         tokens: Of a vocabulary of single characters.
         parts: Tensors in a file; 0: one file holds all.
+        arch: ggml's, where MODELS does not say it.
     """
     config = model.config
-    arch = MODELS[config.model_type][0]
+    arch = arch or MODELS[config.model_type][0]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
     for key, value in (keys(config, arch) | dict(metadata or {})).items():
         found = gguf.GGUFValueType.get_type(value)
@@ -135,10 +141,9 @@ def write(
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for theirs, part in parts_of(name, parameter, table, config):
-            file = paired(part, heads_of(name, config)) if heads_of(name, config) else part
-            if arch.startswith("gemma") and name.endswith("norm.weight"):
-                file = file + 1
+        several = arch in {a for a, _ in HYBRIDS.values()}
+        how = hybrid if several else plain
+        for theirs, file, put in how(name, parameter, table, config, arch):
             kind = next((k for p, k in kinds.items() if re.search(p, theirs)), "F32")
             kind = kind if file.dim() > 1 and "_inp" not in theirs else "F32"
             data, weight = quantized(file.flatten(0, -2) if file.dim() > 2 else file, kind)
@@ -146,15 +151,27 @@ def write(
             raw = None if kind in ("F32", "F16") else GGMLQuantizationType[kind]
             writer.add_tensor(theirs, data.reshape(shape), raw_dtype=raw)
             if kind != "F32":
-                weight = weight.view_as(file)
-                heads = heads_of(name, config)
-                part.copy_(unpaired(weight, heads) if heads else weight)
+                put(weight.view_as(file))
     for name, data in (extra or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def plain(name: str, parameter: Tensor, table: Any, config: Any, arch: str) -> Iterator[Filed]:
+    """As `gguf_hybrids.filed`, of models without recurrent layers."""
+    heads = heads_of(name, config)
+    for theirs, part in parts_of(name, parameter, table, config):
+        file = paired(part, heads) if heads else part
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            file = file + 1
+
+        def put(weight: Tensor, part: Tensor = part) -> None:
+            part.copy_(unpaired(weight, heads) if heads else weight)
+
+        yield theirs, file, put
 
 
 def unpaired(w: Tensor, heads: int) -> Tensor:
@@ -205,7 +222,7 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
     }
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     if arch == "granite":
         out |= {key: getattr(config, name) for key, name in SCALES.items()}
     if arch == "lfm2":
@@ -229,7 +246,8 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
                 "expert_weights_scale": config.routed_scaling_factor,
                 "expert_shared_count": config.n_shared_experts,
                 "leading_dense_block_count": config.first_k_dense_replace}  # fmt: skip
-    out["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    out |= {"rope.freq_base": float(rope["rope_theta"])} if "rope_theta" in rope else {}
     if arch in ("llama", "phi3", "granite"):
         out |= {"vocab_size": config.vocab_size, "rope.dimension_count": config.head_dim}
     for own, theirs in (
@@ -240,10 +258,14 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ):
-        if hasattr(config, own):
+        if hasattr(config, own) and arch != "nemotron_h":
             out[theirs] = getattr(config, own)
     if arch in ("gemma2", "gemma3", "phi3"):
         out["attention.sliding_window"] = config.sliding_window
+    if arch in {a for a, _ in HYBRIDS.values()}:
+        out |= hybrid_keys(config, arch) | {"vocab_size": config.vocab_size}
+        if "attention.layer_norm_epsilon" in out:
+            del out["attention.layer_norm_rms_epsilon"]
     if arch == "gemma2":
         out["attn_logit_softcapping"] = config.attn_logit_softcapping
         out["final_logit_softcapping"] = config.final_logit_softcapping

@@ -11,17 +11,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import anybit
 from anybit.checkpoint.foreign.convert import Conversion, convert_checkpoint
+from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.files.safetensors import ShardWriter
 from anybit.nn.model import quantized_layers
 from tests.foreign import gguf_models
+from tests.foreign.gguf_hybrids import HYBRIDS
 from tests.foreign.gguf_models import LONG, MODELS, tiny, write
 from tests.hub import serving, use
 from tests.test_cli import run
 
 IDS = torch.arange(48)[None] * 7 % 90
 K_MIX = {"attn_v|ffn_down": "Q6_K", "attn|ffn_(gate|up)": "Q4_K", "output|token_embd": "Q6_K"}
+HYBRID_MIX = {"ssm_(in|out)": "Q8_0", "attn_(q|k|v|qkv|gate|output)\\.": "Q4_K", "ffn_down": "Q4_K",
+              "shortconv.out": "Q8_0", "token_embd|output": "Q8_0"}  # fmt: skip
 I_MIX = {"attn_v": "IQ1_M", "attn_q": "IQ2_XS", "attn": "IQ2_S", "ffn_gate": "IQ3_XXS",
          "ffn_up": "IQ1_S", "ffn_down": "IQ3_S", "output": "IQ2_XXS"}  # fmt: skip
 
@@ -48,6 +53,27 @@ def test_logits_are_those_of_the_decoded_model(name: str, tmp_path: Path) -> Non
     if model.config.tie_word_embeddings:
         assert all(getattr(words, name) is getattr(head, name) for name in words.names)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=2e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_models_with_recurrent_layers(name: str, tmp_path: Path) -> None:
+    """Joined, parted, reordered and changed tensors; blocks stay what they are."""
+    model, arch = tiny(name), HYBRIDS[name][0]
+    write(model, tmp_path / "model.gguf", HYBRID_MIX, arch=arch)
+    report = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    assert set(report.formats.values()) == {"int8:group=32", "q4_k"}
+    assert not report.decoded
+    again = anybit.load(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        wanted, got = model(IDS).logits, again(IDS).logits
+    assert type(again) is type(model)
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=5e-4 * float(wanted.abs().max()))
+    if name in ("granitemoehybrid", "nemotron_h moe", "qwen3_5_text"):  # the engine, by its names
+        llm = LLM(tmp_path / "out", dtype="float32", device="cpu", kv_cache="model", length=64)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        text = llm.generate([IDS[0, :9].tolist()], params, show_progress=False)[0].completions[0]
+        whole = again.generate(IDS[:, :9], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        assert text.tokens == whole[0, 9:].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])

@@ -15,6 +15,7 @@ from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.nn.model import quantized_layers
 from tests.foreign import llama_cpp
+from tests.foreign.gguf_hybrids import HYBRIDS
 from tests.foreign.gguf_models import tiny, write
 
 pytestmark = pytest.mark.skipif(not llama_cpp.FOLDER, reason="ANYBIT_LLAMA_CPP is not set")
@@ -81,13 +82,17 @@ def test_what_its_quantizer_writes_is_read(kind: str, tmp_path: Path) -> None:
     agree(tmp_path / "file.gguf", model.eval(), 0.06)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "granite", "glm4", "glm4_moe", "deepseek_v3", "lfm2"])
+OTHERS = ["qwen3", "granite", "glm4", "glm4_moe", "deepseek_v3", "lfm2", *HYBRIDS]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_logits_of_other_families_are_its_own(name: str, tmp_path: Path) -> None:
-    write(tiny(name), tmp_path / "model.gguf", {"ffn_down.weight": "Q8_0"}, tokens=96)
+    kinds, arch = {"ffn_down": "Q8_0"}, HYBRIDS[name][0] if name in HYBRIDS else ""
+    write(tiny(name), tmp_path / "model.gguf", kinds, tokens=96, arch=arch)
     convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
     model = anybit.load(tmp_path / "out", dtype=torch.float32).eval()
     ids = [i * 7 % 90 + 3 for i in range(20)]
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0]
     error = (llama_cpp.logits(tmp_path / "model.gguf", ids) - want).norm() / want.norm()
-    assert error < 0.01, error
+    assert error < (0.03 if name.startswith("qwen3_") else 0.01), error  # it rounds activations

@@ -355,9 +355,12 @@ def plan_conversion(
     kinds = {name: layer.scheme for name, layer in of_model.items() if layer}
     if found.names.model.has_own_head or untied_heads(model, kinds):
         config = untied_config(config)
-    linears = [place for place in model_name if is_linear(module_of[place.stored])]
-    every = layers | {place.saved: of_model[model_name[place]] for place in linears}
-    words = {place.saved for place, name in model_name.items() if name in embeddings}
+    words = {n for place, name in model_name.items() if name in embeddings for n in place}
+    every = layers | {
+        place.saved: of_model[name]
+        for place, name in model_name.items()
+        if name in embeddings or is_linear(module_of[place.stored])
+    }
     formats = plan_for(every, words)
     settings = {"convert": method, "formats": [*map(list, formats.items())]}
     return Conversion(

@@ -19,19 +19,19 @@ from anybit.checkpoint.foreign.gguf_families import (
     GEMMA3_LOCAL_BASE,
     GEMMA3_PERIOD,
     GEMMA_27B,
-    NOT_IDLE,
-    OFF,
-    OTHERS,
     PARTLY,
-    ROPE,
     SIGMOID,
+    SIGMOIDS,
     TOKENS,
-    USUAL,
     Family,
 )
 from anybit.checkpoint.foreign.gguf_file import Block, Contents
+from anybit.checkpoint.foreign.gguf_hybrids import settings
+from anybit.checkpoint.foreign.gguf_own import Own
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
+
+BIASED = ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "granite")
 
 
 def family_of(contents: Contents) -> Family:
@@ -63,9 +63,10 @@ def config_of(contents: Contents) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [family.kind], "model_type": family.model_type}
     config |= family.fixed
     keys = COMMON | dict(family.keys)
-    if family.arch == "lfm2":
-        config["layer_types"] = short_convolutions(own)
-    if "expert_weights_scale" in keys:
+    own.values["block_count"] = own.layers()
+    if family.hybrid:
+        config |= settings(own, family)
+    if family.arch in SIGMOIDS:
         sigmoids(own)
     if family.arch == "glm4moe":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in contents.tensors
@@ -94,8 +95,8 @@ def config_of(contents: Contents) -> dict[str, Any]:
         raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    if family.model_type in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "granite"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in contents.tensors
+    if family.hybrid or family.model_type in BIASED:
+        config["attention_bias"] = any(n.endswith("attn_q.bias") for n in contents.tensors)
     if family.model_type in ("llama", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensors
     if not config.get("sliding_window"):
@@ -107,7 +108,7 @@ def config_of(contents: Contents) -> dict[str, Any]:
         token = contents.metadata.get(f"tokenizer.ggml.{name}_token_id")
         config[key] = token if isinstance(token, int) else None
     rope(own, config)
-    if family.arch == "granite":  # where transformers' default is 1
+    if family.arch.startswith("granite"):  # where transformers' default is 1
         config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     if family.arch in GEMMA_27B:
         heads = config["hidden_size"] // config["num_attention_heads"]
@@ -118,61 +119,6 @@ def config_of(contents: Contents) -> dict[str, Any]:
     own.check_all_known()
     config["dtype"] = dtype_of(contents)
     return config
-
-
-class Own:
-    """The metadata of a file's architecture."""
-
-    def __init__(self, contents: Contents, family: Family):
-        prefix = f"{family.arch}."
-        self.contents, self.path, self.arch = contents, contents.files[0], family.arch
-        self.values = {
-            key.removeprefix(prefix): value
-            for key, value in contents.metadata.items()
-            if key.startswith(prefix)
-        }
-        self.known = {*COMMON, *family.keys, *ROPE, *OTHERS}
-
-    def number(self, key: str, default: Any = None) -> Any:
-        """A number that is not below 0; of one for each layer, that of all."""
-        self.known.add(key)
-        value = self.values.get(key, default)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise InvalidInput(f"{self.path}: {self.arch}.{key} is not the same in all layers")
-            value = value[0]
-        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-            raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no number")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        """A word."""
-        value = self.values.get(key, default)
-        return value if isinstance(value, str) else repr(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Yes or no."""
-        self.known.add(key)
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no boolean")
-        return value
-
-    def check_all_known(self) -> None:
-        """InvalidInput when there is a key that nothing here understands."""
-
-        def idle(key: str, value: Any) -> bool:
-            if isinstance(value, bool):
-                return not value and key in OFF
-            return value == USUAL.get(key) or (value in (0, "", None) and key not in NOT_IDLE)
-
-        unknown = [k for k, v in self.values.items() if k not in self.known and not idle(k, v)]
-        if unknown:
-            key = unknown[0]
-            raise InvalidInput(
-                f"{self.path}: {self.arch}.{key} is {str(self.values[key])[:40]}, which anybit "
-                "does not understand; convert the original model instead"
-            )
 
 
 def rope(own: Own, config: dict[str, Any]) -> None:
@@ -224,7 +170,9 @@ def rope(own: Own, config: dict[str, Any]) -> None:
     elif original and own.arch == "phi3":
         config["original_max_position_embeddings"] = original
     turned = own.number("rope.dimension_count", config["head_dim"])
-    if turned != config["head_dim"] or own.arch.startswith("glm4"):  # half of it there by default
+    if own.arch.startswith("qwen35"):
+        made["mrope_section"] = own.values.get("rope.dimension_sections", [])[:3]
+    if turned != config["head_dim"] or own.arch in PARTLY:  # a part of it there by default
         if own.arch not in PARTLY:
             raise InvalidInput(
                 f"{path}: {turned} of {config['head_dim']} channels are rotated, which "
@@ -257,22 +205,10 @@ def gemma3(own: Own, config: dict[str, Any]) -> None:
     }
 
 
-def short_convolutions(own: Own) -> list[str]:
-    """Of LFM2: the types of layers; those that have no heads of keys are convolutions."""
-    heads = own.values.get("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) != own.number("block_count"):
-        raise InvalidInput(f"{own.path}: has no attention.head_count_kv for each layer")
-    own.values["attention.head_count_kv"] = [n for n in heads if n] or 0
-    return ["full_attention" if n else "conv" for n in heads]
-
-
 def sigmoids(own: Own) -> None:
-    """Of routers by sigmoids. Layers that draft tokens are no part of the model."""
-    usual = SIGMOID if own.arch == "glm4moe" else 0
-    if own.number("expert_gating_func", usual) != SIGMOID:
+    """InvalidInput where routers are none by sigmoids."""
+    if own.number("expert_gating_func", SIGMOIDS[own.arch]) != SIGMOID:
         raise InvalidInput(f"{own.path}: experts that are chosen by no sigmoid cannot be read")
-    drafts = own.number("nextn_predict_layers", 0)
-    own.values["block_count"] = own.number("block_count", 0) - drafts
 
 
 def latent(own: Own) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from anybit.checkpoint.foreign.ggml import TYPES, pack
 from anybit.checkpoint.foreign.gguf_config import metadata_of
 from anybit.checkpoint.foreign.gguf_families import FAMILIES, Family
 from anybit.checkpoint.foreign.gguf_file import block_sizes
-from anybit.checkpoint.foreign.gguf_model import Named, named, unpaired
+from anybit.checkpoint.foreign.gguf_hybrids import order_of
+from anybit.checkpoint.foreign.gguf_model import Named, named
 from anybit.checkpoint.foreign.gguf_tokens import write_vocabulary
 from anybit.core.format import Format
 from anybit.core.packed import Packed
@@ -99,10 +100,10 @@ class _File:
                 reasons[name] = str(error)
         check_all(source.directory, reasons, len(source.layers))
         tied = bool(self.config.tie_word_embeddings)
-        layers = self.config.num_hidden_layers
+        self.words = self.config.to_dict() | {"tie_word_embeddings": tied}
         self.parts: dict[str, list[Named]] = {}
-        for part in named(source.directory, self.family, layers, tied, source.model):
-            self.parts.setdefault(part.theirs, []).append(part)
+        for part in named(source.directory, self.family, self.words, source.model):
+            self.parts.setdefault(part.theirs[0], []).append(part)
         self.metadata, self.extra = metadata_of(self.config, self.family, self.parts)
         self.check_all_placed(tied)
         self.nbytes = sum(nbytes for *_, nbytes in map(self.layout, self.parts.values()))
@@ -133,7 +134,7 @@ class _File:
         stored = self.source.stored[part.name]
         if stored.dtype not in NUMPY:
             raise InvalidInput(f"{self.source.directory}: {part.name} is {stored.dtype}")
-        return "F32" if len(stored.shape) < 2 or "ffn_gate_inp" in part.theirs else stored.dtype
+        return "F32" if len(stored.shape) < 2 or "ffn_gate_inp" in part.theirs[0] else stored.dtype
 
     def layout(self, parts: list[Named]) -> tuple[str, tuple[int, ...], int]:
         """ggml's type, shape (of bytes, but for F32 and F16) and bytes of a tensor."""
@@ -141,7 +142,7 @@ class _File:
         layer = part.name.rpartition(".")[0]
         if kind in NUMPY:
             shape = self.source.stored[part.name].shape
-            if part.theirs.endswith("inp_shexp.weight"):
+            if part.theirs[0].endswith("inp_shexp.weight"):
                 shape = shape[1:]
             shape = (*shape[:-1], shape[-1] * 2) if kind == "BF16" else shape
             size = np.dtype(NUMPY[kind]).itemsize
@@ -195,11 +196,7 @@ class _File:
             tensors = {key: self.source.stored[f"{layer}.{key}"].read() for key in keys}
             packed = Packed.from_tensors(fmt, shape, tensors, layer)
             tensor = pack(TYPES[kind], packed, layer)
-        sizes = {
-            "num_attention_heads": self.config.num_attention_heads,
-            "num_key_value_heads": self.config.num_key_value_heads,
-        }
-        rows = unpaired(part.name, self.family, sizes, len(tensor))
+        rows = order_of(part.name, self.family, self.words, len(tensor)).rows
         tensor = (tensor if rows is None else tensor[torch.argsort(rows)]).contiguous()
         return tensor.view(torch.uint8) if kind == "BF16" else tensor
 

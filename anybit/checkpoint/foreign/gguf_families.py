@@ -48,7 +48,22 @@ ROUTED = {  # by sigmoids, with a bias
     "leading_dense_block_count": "first_k_dense_replace",
 }
 SIGMOID = 2  # of expert_gating_func
-PARTLY = ("phi3", "glm4", "glm4moe")  # whose heads may be rotated in part
+SIGMOIDS = {"glm4moe": 2, "nemotron_h_moe": 2, "deepseek2": 0, "lfm2moe": 0}  # without that key
+GATED = ("qwen3next", "qwen35", "qwen35moe")  # with layers of a gated delta rule
+PARTLY = ("phi3", "glm4", "glm4moe", *GATED)  # whose heads may be rotated in part
+CONVOLUTIONS = {
+    "shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps",
+}  # fmt: skip
+DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+}  # fmt: skip
+MAMBA = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state"}
+MAMBA2 = MAMBA | {"ssm.group_count": "mamba_n_groups"}
+NEMOTRON = {
+    "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups", "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+}  # fmt: skip
 SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 # What a model does without a key, where that is not 0, none or "": llama.cpp's defaults.
 USUAL = {
@@ -77,6 +92,7 @@ class Family(NamedTuple):
         paired: Rows of q and k are stored in pairs, as ggml's rotary embedding takes them.
         plus_one: Weights of norms are stored with 1 added.
         written: Whether such models are written, too.
+        hybrid: Some of its layers are recurrent.
     """
 
     arch: str
@@ -87,6 +103,7 @@ class Family(NamedTuple):
     paired: bool = False
     plus_one: bool = False
     written: bool = True
+    hybrid: bool = False
 
 
 FAMILIES = (
@@ -116,8 +133,30 @@ FAMILIES = (
                           "rope.dimension_count": "qk_rope_head_dim"},
            fixed={"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
                   "norm_topk_prob": False, "attention_bias": False, "q_lora_rank": None}),
-    Family("lfm2", "lfm2", "Lfm2ForCausalLM", written=False,
-           keys={"shortconv.l_cache": "conv_L_cache",
-                 "attention.layer_norm_rms_epsilon": "norm_eps"},
+    Family("lfm2", "lfm2", "Lfm2ForCausalLM", CONVOLUTIONS, written=False, hybrid=True,
            fixed={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
+    Family("lfm2moe", "lfm2_moe", "Lfm2MoeForCausalLM", written=False, hybrid=True,
+           keys=EXPERTS | CONVOLUTIONS | {"leading_dense_block_count": "num_dense_layers"},
+           fixed={"conv_bias": False, "use_expert_bias": True, "norm_topk_prob": True,
+                  "routed_scaling_factor": 1.0}),
+    Family("qwen3next", "qwen3_next", "Qwen3NextForCausalLM", EXPERTS | SHARED | DELTA,
+           {"norm_topk_prob": True}, plus_one=True, written=False, hybrid=True),
+    Family("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", DELTA, plus_one=True, written=False,
+           hybrid=True),
+    Family("qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", EXPERTS | SHARED | DELTA,
+           plus_one=True, written=False, hybrid=True),
+    Family("granitehybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", paired=True,
+           keys=SCALES | MAMBA2 | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+           written=False, hybrid=True),
+    Family("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", written=False, hybrid=True,
+           keys=MAMBA2 | {"ssm.inner_size": "mamba_d_ssm"}),
+    Family("nemotron_h", "nemotron_h", "NemotronHForCausalLM", NEMOTRON, paired=True,
+           written=False, hybrid=True),
+    Family("nemotron_h_moe", "nemotron_h", "NemotronHForCausalLM", paired=True, written=False,
+           hybrid=True, fixed={"routed_scaling_factor": 1.0, "norm_topk_prob": False},
+           keys=ROUTED | NEMOTRON | {
+               "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"}),
+    Family("jamba", "jamba", "JambaForCausalLM", written=False, hybrid=True,
+           keys=MAMBA | {"ssm.time_step_rank": "mamba_dt_rank", "expert_count": "num_experts",
+                         "expert_used_count": "num_experts_per_tok"}),
 )  # fmt: skip

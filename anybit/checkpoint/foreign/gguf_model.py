@@ -5,8 +5,9 @@ are put back in order, whole, so that blocks stay what they are.
 """
 
 import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,13 @@ from anybit.checkpoint.foreign.ggml import CHUNK, TYPES, unpack
 from anybit.checkpoint.foreign.gguf_config import config_of, family_of
 from anybit.checkpoint.foreign.gguf_families import Family
 from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents, read_model
+from anybit.checkpoint.foreign.gguf_hybrids import (
+    Order,
+    change_of,
+    general,
+    order_of,
+    parts_of,
+)
 from anybit.checkpoint.names import Names
 from anybit.errors import InvalidInput, in_a_line
 from anybit.files.directory import write_json
@@ -42,46 +50,71 @@ class Made:
     """A dense tensor that a file does not store as the model has it.
 
     Attributes:
-        stored: Where it lies.
-        kind: ggml's type.
+        blocks: Where its rows lie.
         shape: As the model has it.
         torch_dtype: What it becomes: fp32, or the model's dtype where it is decoded.
-        rows: Rows of the file in the model's order; None where it is the same.
-        minus: Subtracted from its numbers.
+        order: Of rows and columns in the file.
+        change: What makes the model's numbers of the file's; None: they are the same.
     """
 
-    stored: Stored
-    kind: str
+    blocks: tuple[Block, ...]
     shape: tuple[int, ...]
     torch_dtype: torch.dtype
-    rows: Tensor | None = None
-    minus: float = 0
+    order: Order
+    change: Callable[[Tensor], Tensor] | None = None
 
     @property
     def file(self) -> Path:
-        return self.stored.file
+        return self.blocks[0].stored.file
 
     @property
     def dtype(self) -> str:
-        return self.kind
+        return self.blocks[0].kind
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.stored.nbytes
+        return sum(block.stored.nbytes for block in self.blocks)
 
     def meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.torch_dtype, device="meta")
 
     def read(self) -> Tensor:
-        numbers = decoded(in_order(self.stored, self.rows), self.kind, self.torch_dtype, "tensor")
-        return (numbers - self.minus if self.minus else numbers).reshape(self.shape)
+        numbers = assembled(self.blocks, self.order, self.torch_dtype, "tensor")
+        return (self.change(numbers) if self.change else numbers).reshape(self.shape)
 
 
-def in_order(stored: Stored, rows: Tensor | None) -> Tensor:
-    """A stored tensor with its rows in the model's order."""
-    tensor = stored.read()
-    return tensor if rows is None else tensor[rows]
+def assembled(blocks: tuple[Block, ...], order: Order, dtype: torch.dtype, name: str) -> Tensor:
+    """The numbers of parts of a tensor, in the model's order."""
+    parts = [decoded(block.stored.read(), block.kind, dtype, name) for block in blocks]
+    numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
+    numbers = numbers if order.rows is None else numbers[order.rows]
+    return numbers if order.columns is None else numbers[:, order.columns]
+
+
+def in_order(blocks: tuple[Block, ...], order: Order) -> Tensor:
+    """Blocks of a type, (N, bytes) uint8, in the model's order."""
+    kind, parts = TYPES[blocks[0].kind], [block.stored.read() for block in blocks]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    rows = rows if order.rows is None else rows[order.rows]
+    if order.columns is None:
+        return rows
+    each = order.columns[:: kind.columns] // kind.columns
+    return rows.unflatten(1, (-1, kind.nbytes))[:, each].flatten(1)
+
+
+def keeps_blocks(blocks: tuple[Block, ...], order: Order) -> bool:
+    """Whether a tensor's blocks are whole, and of one type, in the model's order."""
+    kind = TYPES.get(blocks[0].kind)
+    if kind is None or any(block.kind != blocks[0].kind for block in blocks):
+        return False
+    if order.columns is None:
+        return True
+    if len(order.columns) % kind.columns:
+        return False
+    each = order.columns.view(-1, kind.columns)
+    first = each[:, :1] // kind.columns * kind.columns
+    return torch.equal(each, first + torch.arange(kind.columns))
 
 
 def decoded(stored: Tensor, kind: str, dtype: torch.dtype, name: str) -> Tensor:
@@ -147,7 +180,7 @@ def open_model(
     bare = bare_model(directory, {n: block.stored for n, block in contents.tensors.items()})
     names, model = Names(bare), split(bare)
     write_tokenizer(contents, directory)
-    return config, *placed(contents, family, config, model), names, model
+    return config, *placed(contents, family, config, model, names), names, model
 
 
 def write_tokenizer(contents: Contents, directory: Path) -> None:
@@ -175,18 +208,31 @@ class Named(NamedTuple):
     Attributes:
         own: In transformers' model.
         name: In its checkpoints.
-        theirs: In GGUF files.
+        theirs: In GGUF files, where several hold its rows one after another.
         expert: Which part of the tensor there it is; None: all of it.
     """
 
     own: str
     name: str
-    theirs: str
+    theirs: tuple[str, ...]
     expert: int | None
 
 
-def named(path: Path, family: Family, layers: int, tied: bool, model: nn.Module) -> list[Named]:
+def named(
+    path: Path,
+    family: Family,
+    config: Mapping[str, Any],
+    model: nn.Module,
+    stored: Callable[[str], str] = str,
+) -> list[Named]:
     """All tensors of a model, but a head that is tied.
+
+    Args:
+        path: For errors.
+        family: Of the model.
+        config: Its config.json.
+        model: Without memory, experts apart.
+        stored: transformers' names in checkpoints for those in its model.
 
     Raises:
         InvalidInput: The `gguf` package has no name for one.
@@ -194,65 +240,84 @@ def named(path: Path, family: Family, layers: int, tied: bool, model: nn.Module)
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family.arch)
-    table, out = get_tensor_name_map(arch, layers), []
+    table, out = get_tensor_name_map(arch, config["num_hidden_layers"]), []
     for own in model.state_dict():
         name = published(own, family.model_type)
-        if name == HEAD and tied:
+        if name == HEAD and config["tie_word_embeddings"]:
             continue
-        expert = EXPERT.search(name)
-        general = EXPERT.sub(".experts.", name).replace("correction_bias", "correction.bias")
-        theirs = table.get_name(general, try_suffixes=(".weight", ".bias"))
-        theirs = "output.weight" if name == HEAD else theirs
-        if theirs is None:
-            raise InvalidInput(f"{path}: ggml's {family.arch} has no tensor for {name}")
-        out.append(Named(own, name, theirs, int(expert[1]) if expert else None))
+        expert, theirs = EXPERT.search(name), parts_of(name, family, config)
+        if not theirs:
+            known = general(EXPERT.sub(".experts.", name))
+            one = table.get_name(known, try_suffixes=(".weight", ".bias"))
+            one = "output.weight" if name == HEAD else one
+            if one is None:
+                raise InvalidInput(f"{path}: ggml's {family.arch} has no tensor for {name}")
+            theirs = (one,)
+        out.append(Named(own, stored(name), theirs, int(expert[1]) if expert else None))
     return out
 
 
 def placed(
-    contents: Contents, family: Family, config: Mapping[str, Any], model: nn.Module
+    contents: Contents,
+    family: Family,
+    config: Mapping[str, Any],
+    model: nn.Module,
+    names: Names,
 ) -> tuple[dict[str, "Stored | Made"], dict[str, Layer]]:
     """Every tensor of the model, found in the file."""
     path = contents.files[0]
     stored: dict[str, Stored | Made] = {}
     layers: dict[str, Layer] = {}
     used, experts, tensors = {*LEFT}, dict[str, list[Stored]](), model.state_dict()
-    tied = config["tie_word_embeddings"]
-    for own, name, theirs, expert in named(path, family, config["num_hidden_layers"], tied, model):
-        shape = tuple(tensors[own].shape)
+
+    def found(theirs: str, name: str, expert: int | None) -> Block:
         block = contents.tensors.get(theirs)
-        if block is None and theirs.endswith("attn_kv_b.weight"):
-            halves = [theirs.replace("kv_b", f"{which}_b") for which in "kv"]
-            k, v = (contents.tensors.get(half) for half in halves)
-            if k is not None and v is not None:
-                used.update(halves)
-                layer = name.rpartition(".")[0]
-                stored[name], layers[layer] = k.stored, latent(layer, k, v, shape)
-                continue
         if block is None:
             raise InvalidInput(f"{path}: has no tensor {theirs} for {name}")
         used.add(theirs)
         if not decodable(block.kind):
             raise InvalidInput(f"{path}: {theirs} is {block.kind}, which cannot be read")
-        if expert is not None:
-            if theirs not in experts:
-                experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []
-            if expert >= len(experts[theirs]):
-                raise InvalidInput(f"{path}: {theirs} of {block.shape} holds too few experts")
-            block = Block(block.kind, block.shape[1:], experts[theirs][expert])
-        if [n for n in block.shape if n > 1] != [n for n in shape if n > 1]:
-            raise InvalidInput(f"{path}: {theirs} has shape {block.shape}, and {name} {shape}")
-        rows = unpaired(name, family, config, block.shape[0])
+        if expert is None:
+            return block
+        if theirs not in experts:
+            experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []
+        if expert >= len(experts[theirs]):
+            raise InvalidInput(f"{path}: {theirs} of {block.shape} holds too few experts")
+        return Block(block.kind, block.shape[1:], experts[theirs][expert])
+
+    for own, name, theirs, expert in named(path, family, config, model, names.stored):
+        shape = tuple(tensors[own].shape)
+        layer = name.rpartition(".")[0]
+        if theirs[0].endswith("attn_kv_b.weight") and theirs[0] not in contents.tensors:
+            halves = [theirs[0].replace("kv_b", f"{which}_b") for which in "kv"]
+            k, v = (contents.tensors.get(half) for half in halves)
+            if k is not None and v is not None:
+                used.update(halves)
+                stored[name], layers[layer] = k.stored, latent(layer, k, v, shape)
+                continue
+        blocks = tuple(found(each, name, expert) for each in theirs)
+        n = sum(block.shape[0] for block in blocks)
+        if not fits((n, *blocks[0].shape[1:]), shape) or any(
+            block.shape[1:] != blocks[0].shape[1:] for block in blocks
+        ):
+            shapes = ", ".join(str(block.shape) for block in blocks)
+            raise InvalidInput(f"{path}: {theirs[0]} has shape {shapes}, and {name} {shape}")
+        order = order_of(name, family, config, n)
         module = model.get_submodule(own.rpartition(".")[0])
         kept = isinstance(module, nn.Linear)
-        if isinstance(module, nn.Embedding) and block.kind in TYPES:
+        if isinstance(module, nn.Embedding) and blocks[0].kind in TYPES:
             kept = factor_of(module) is not None
-        if kept and block.kind not in DENSE and len(block.shape) == 2:
-            layer = name.rpartition(".")[0]
-            stored[name] = block.stored
-            layers[layer] = linear(layer, block, rows)
+        dense = all(block.kind in DENSE for block in blocks)
+        if kept and not dense and len(blocks[0].shape) == 2:
+            stored[name] = blocks[0].stored
+            layers[layer] = linear(layer, blocks, shape, order)
+            continue
+        change = change_of(name, family)
+        if dense and len(blocks) == 1 and order == Order() and change is None:
+            stored[name] = blocks[0].stored._replace(shape=shape)
         else:
-            stored[name] = dense(block, shape, rows, config, family, name)
+            dtype = blocks[0].stored.torch_dtype if dense else getattr(torch, config["dtype"])
+            stored[name] = Made(blocks, shape, dtype, order, change)
     drafts = range(config["num_hidden_layers"], contents.metadata[f"{family.arch}.block_count"])
     ignored = tuple(f"blk.{number}." for number in drafts)
     unknown = [name for name in contents.tensors if not (name in used or name.startswith(ignored))]
@@ -264,22 +329,31 @@ def placed(
     return stored, layers
 
 
-def linear(name: str, block: Block, rows: Tensor | None) -> Layer:
-    """A quantized layer; dense where its type has no format of ours."""
-    shape = (block.shape[0], block.shape[1])
-    kind = TYPES.get(block.kind)
-    if kind is None:
-        reason = f"{block.kind} has no format in anybit"
+def fits(given: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a shape is another one but for ones, or for how a vector is folded."""
+    if [n for n in given if n > 1] == [n for n in wanted if n > 1]:
+        return True
+    return len(wanted) == 1 and math.prod(given) == wanted[0]
+
+
+def linear(name: str, blocks: tuple[Block, ...], shape: tuple[int, ...], order: Order) -> Layer:
+    """A quantized layer; dense where no format of ours has its blocks."""
+    size, kinds = (shape[0], shape[1]), list(dict.fromkeys(block.kind for block in blocks))
+    kind = TYPES.get(kinds[0])
+    if kind is not None and keeps_blocks(blocks, order):
         return Layer(
-            shape, (f"{name}.weight",), None,
-            lambda: decoded(in_order(block.stored, rows), block.kind, torch.float32, name), reason,
+            size, (f"{name}.weight",), kind.format,
+            lambda: unpack(kind, in_order(blocks, order), name),
         )  # fmt: skip
+    reason = f"{kinds[0]} has no format in anybit"
+    if len(kinds) > 1:
+        reason = f"its file has it in parts, of {' and '.join(kinds)}"
+    elif kind is not None:
+        reason = f"its columns are in another order than blocks of {kinds[0]} permit"
     return Layer(
-        shape,
-        (f"{name}.weight",),
-        kind.format,
-        lambda: unpack(kind, in_order(block.stored, rows), name),
-    )
+        size, (f"{name}.weight",), None,
+        lambda: assembled(blocks, order, torch.float32, name), reason,
+    )  # fmt: skip
 
 
 def latent(name: str, k: Block, v: Block, shape: tuple[int, ...]) -> Layer:
@@ -306,33 +380,3 @@ def latent(name: str, k: Block, v: Block, shape: tuple[int, ...]) -> Layer:
         raise InvalidInput(f"{name}: parts of shapes {k.shape} and {v.shape} are none of {shape}")
     reason = "its file has it in two parts, one of them transposed"
     return Layer((shape[0], shape[1]), (f"{name}.weight",), None, read, reason)
-
-
-def dense(
-    block: Block,
-    shape: tuple[int, ...],
-    rows: Tensor | None,
-    config: Mapping[str, Any],
-    family: Family,
-    name: str,
-) -> "Stored | Made":
-    """A tensor that stays dense, or becomes so: an embedding of a type without a format of ours."""
-    minus = 1.0 if family.plus_one and name.endswith("norm.weight") else 0.0
-    if block.kind in DENSE and rows is None and not minus:
-        return block.stored._replace(shape=shape)
-    dtype = block.stored.torch_dtype if block.kind in DENSE else getattr(torch, config["dtype"])
-    return Made(block.stored, block.kind, shape, dtype, rows, minus)
-
-
-def unpaired(name: str, family: Family, config: Mapping[str, Any], n: int) -> Tensor | None:
-    """Rows of q and k in the model's order, as the file has them; None where they are the same.
-
-    ggml rotates neighbours, transformers the two halves of a head.
-    """
-    heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config["num_key_value_heads"],
-    }.get(name.split(".")[-2] if "." in name else "")
-    if not family.paired or heads is None:
-        return None
-    return torch.arange(n).view(heads, -1, 2).transpose(1, 2).flatten()
