@@ -127,6 +127,13 @@ def test_train_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [layer.scheme for layer in layers.values()] == ["int2:group=32"] * 14
 
 
+def test_reinforce(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the served weights raises the reward sooner than that of the trainer's."""
+    rewards = run("reinforce", monkeypatch, "int2:group=32", 4)["rewards"]
+    plain, rounded = (sum(each[-2:]) for each in rewards.values())
+    assert rounded > plain + 0.05
+
+
 def test_w4a8_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[LLM, Settings, str]] = []
 
