@@ -11,6 +11,7 @@ import torch
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.gguf_file import read_header, read_model
 from anybit.errors import AnybitError, InvalidInput
+from tests.foreign.gguf_hybrids import HYBRIDS
 from tests.foreign.gguf_models import tiny, write
 
 BIG = 1 << 60
@@ -133,6 +134,26 @@ def test_metadata_that_fits_no_tensor_is_refused(
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
     assert wanted in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "wanted"),
+    [
+        ("qwen3_5_text", {"ssm.time_step_rank": 3}, "3 heads of V and 2 of K"),
+        ("qwen3_5_text", {"ssm.inner_size": 250}, "ssm.inner_size is 250, no multiple of 4"),
+        ("qwen3_5_text", {"rope.dimension_sections": "x"}, "sections is no list of numbers"),
+        ("jamba", {"attention.head_count_kv": [2, 2, 0, 2]}, "[0, 1, 3] (attn) do not lie equally"),
+        ("jamba", {"ssm.state_size": 0}, "has no ssm.state_size in its metadata"),
+        ("nemotron_h", {"feed_forward_length": 256}, "has no feed_forward_length for each layer"),
+    ],
+)  # fmt: skip
+def test_metadata_of_recurrent_layers_is_refused(
+    name: str, change: dict[str, object], wanted: str, tmp_path: Path
+) -> None:
+    write(tiny(name), tmp_path / "model.gguf", {}, change, arch=HYBRIDS[name][0])
+    with pytest.raises(InvalidInput) as error:
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    assert wanted in str(error.value)
 
 
 def test_any_bytes_are_read_or_refused(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def rope(own: Own, config: dict[str, Any]) -> None:
         config["original_max_position_embeddings"] = original
     turned = own.number("rope.dimension_count", config["head_dim"])
     if own.arch.startswith("qwen35"):
-        made["mrope_section"] = own.values.get("rope.dimension_sections", [])[:3]
+        made["mrope_section"] = sections(own)
     if turned != config["head_dim"] or own.arch in PARTLY:  # a part of it there by default
         if own.arch not in PARTLY:
             raise InvalidInput(
@@ -180,6 +180,15 @@ def rope(own: Own, config: dict[str, Any]) -> None:
             )
         made["partial_rotary_factor"] = turned / config["head_dim"]
     config["rope_parameters"] = made
+
+
+def sections(own: Own) -> list[int]:
+    """Of rotary embeddings of pictures; a text has one position in all three."""
+    own.known.add("rope.dimension_sections")
+    found = own.values.get("rope.dimension_sections")
+    if not isinstance(found, list) or not all(isinstance(n, int) and n >= 0 for n in found):
+        raise InvalidInput(f"{own.path}: {own.arch}.rope.dimension_sections is no list of numbers")
+    return found[:3]
 
 
 def numbers(own: Own, name: str) -> list[float]:

@@ -104,6 +104,9 @@ def change_of(name: str, family: Family) -> Callable[[Tensor], Tensor] | None:
 
 def settings(own: Own, family: Family) -> dict[str, Any]:
     """What config.json says of recurrent layers; what is one number in all layers becomes one."""
+    for key in family.keys:
+        if key.startswith(("ssm.", "shortconv.")) and not own.number(key, 0):
+            raise InvalidInput(f"{own.path}: has no {key} in its metadata")
     if family.arch in GATED:
         return delta(own)
     if family.arch in MAMBA:
@@ -135,10 +138,11 @@ def delta(own: Own) -> dict[str, Any]:
     interval = own.number("full_attention_interval", INTERVAL) or INTERVAL
     own.known.add("attention.recurrent_layers")
     found = own.values.get("attention.recurrent_layers")
-    if not isinstance(found, list):
+    if not isinstance(found, list) or len(found) < layers:
         found = [(i + 1) % interval != 0 for i in range(layers)]
-    v = own.number("ssm.time_step_rank", 0)
-    own.known.add("rope.dimension_sections")
+    k, v = own.number("ssm.group_count"), own.number("ssm.time_step_rank", 0)
+    if v % k:
+        raise InvalidInput(f"{own.path}: {v} heads of V and {k} of K in its metadata")
     return {
         "layer_types": ["linear_attention" if r else "full_attention" for r in found[:layers]],
         "linear_num_value_heads": v,
