@@ -158,7 +158,10 @@ def check_exact(model: Decoder | Generator) -> Decoder:
 def runner_of(model: Decoder, room: Room, settings: Settings) -> ModelRunner:
     """What runs the steps of a model that the engine runs itself."""
     tokens = min(settings.max_tokens, settings.max_running * model.length)
-    return ModelRunner(model, room, graph_rows(settings), tokens, settings.deterministic)
+    return ModelRunner(
+        model, room, graph_rows(settings), tokens, settings.deterministic,
+        drafts=settings.draft is not None,
+    )  # fmt: skip
 
 
 def graph_rows(settings: Settings) -> int:

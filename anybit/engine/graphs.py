@@ -50,20 +50,20 @@ class Rows:
     unused sequences have context 0 and nobody's row of states. single: the most sequences with one
     token. prompts: the most others. width: blocks of the longest sequence. exact: whether sequences
     with one token take two rows of a step that reads prompts. recurrent: whether prompts go through
-    recurrences.
+    recurrences. drafts: whether tokens may be drafted.
     """
 
     def __init__(
         self, sizes: Items[int], single: int, prompts: int, width: int, block_size: int,
-        device: torch.device, exact: bool = False, recurrent: bool = False,
+        device: torch.device, exact: bool = False, recurrent: bool = False, drafts: bool = False,
     ):  # fmt: skip
-        self.exact = exact
-        self.each = 7 if recurrent else 3  # numbers of a sequence
+        self.exact, self.drafts = exact, drafts
+        self.each = 8 if recurrent else 4  # numbers of a sequence
         self.sizes, self.most, self.prompts = sizes, single, prompts
         self.width, self.block_size = width, block_size
         self.graphs: dict[int, tuple[Graph, Tensor]] = {}
         # Of every token: itself, position and slot; of every sequence: context, row of states,
-        # tokens that stay, states that are wanted (`Ragged`), first token, and blocks. On the host,
+        # tokens that stay, owner, wanted states (`Ragged`), first token, and blocks. On the host,
         # and on the device.
         pin, lists = device.type == "cuda", single + prompts
         numbers = 3 * sizes[-1] + (self.each + 1) * lists + 1
@@ -89,7 +89,7 @@ class Rows:
 
     def parts(self, buffer: Any, size: int) -> tuple[Any, Any, Any]:
         """Of the first buffer: tokens, positions and slots (3, size); contexts, rows of states,
-        tokens that stay, and wanted states (3 or 7, sequences); starts."""
+        tokens that stay, owners, and wanted states (4 or 8, sequences); starts."""
         lists, end = self.single(size) + self.prompts, 3 * size
         rows, begin = buffer[:end].reshape(3, size), end + self.each * lists
         numbers = buffer[end:begin].reshape(self.each, lists)
@@ -104,6 +104,7 @@ class Rows:
         changed, i, single = False, 0, self.single(size)
         at_prompt = single
         numbers[:], starts[:single] = 0, np.arange(single)
+        numbers[3, :single] = starts[:single]
         singles: list[tuple[int, ...]] = []  # written at once
         for s in scheduled:
             if s.tokens > 1:
@@ -114,16 +115,16 @@ class Rows:
                 numbers[0, at_prompt], starts[at_prompt + 1] = s.first + s.tokens, i
                 numbers[1:3, at_prompt] = s.seq.row, s.first
                 for n, (at, row) in enumerate(s.kept, 1):  # two at most
-                    numbers[2 * n + 1 : 2 * n + 3, at_prompt] = at - s.first, row
+                    numbers[2 * n + 2 : 2 * n + 4, at_prompt] = at - s.first, row
                 self.known[at_prompt] = ([], 0)
                 at_prompt, changed = at_prompt + 1, True
                 continue
-            blocks = s.seq.blocks
+            blocks, owner = s.seq.blocks, i
             given = () if tokens is not None else (s.seq.tokens[s.first],)
             for at, token in enumerate((*given, *s.draft) or (0,), s.first):
                 slot = blocks[at // self.block_size] * self.block_size + at % self.block_size
                 stays = s.first - s.guessed
-                singles.append((token, at, slot, at + 1, s.seq.row, stays))
+                singles.append((token, at, slot, at + 1, s.seq.row, stays, owner))
                 known, count = self.known[i]
                 if known is not blocks or count != len(blocks):
                     tables[i, : len(blocks)] = blocks
@@ -131,7 +132,7 @@ class Rows:
                 i += 1
         if singles:
             values, count = np.array(singles).T, len(singles)
-            rows[:, :count], numbers[:3, :count] = values[:3], values[3:]
+            rows[:, :count], numbers[:4, :count] = values[:3], values[3:]
         if at_prompt == single:
             starts[single] = i if self.prompts else single
         starts[at_prompt + 1 :] = starts[at_prompt]
@@ -156,7 +157,7 @@ class Rows:
     def batch(self, size: int) -> tuple[Tensor, Batch]:
         """Tokens and the rest of a step of so many rows, as they are on the device."""
         (tokens, positions, slots), numbers, starts = self.parts(self.device[0], size)
-        contexts, states, stay = numbers[:3]
+        contexts, states, stay, owners = numbers[:4]
         single, lists = self.single(size), len(contexts)
         # To those who launch, one prompt may be all, and no prompt is whole.
         prompts = [size, *(0,) * (self.prompts - 1)] if self.prompts else []
@@ -171,7 +172,8 @@ class Rows:
             decodes=single,
             rows=states,
             stay=stay,
-            wanted=numbers[3:] if self.each > 3 else None,
+            wanted=numbers[4:] if self.each > 4 else None,
+            owners=owners[:single] if self.drafts else None,
         )
 
 
@@ -196,7 +198,7 @@ class StepGraphs:
     hidden states.
 
     width: blocks of the longest sequence. steady: every step without prompts runs as the largest.
-    prompts: sizes of steps that read prompts, if any do.
+    prompts: sizes of steps that read prompts, if any do. drafts: whether tokens may be drafted.
 
     Attributes:
         captures: Graphs that were captured so far.
@@ -204,19 +206,19 @@ class StepGraphs:
 
     def __init__(
         self, model: Decoder, states: list[LayerState], block_size: int, largest: int, width: int,
-        steady: bool = False, prompts: Items[int] = (),
+        steady: bool = False, prompts: Items[int] = (), drafts: bool = False,
     ):  # fmt: skip
         self.model, self.states = model, states
         self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
         device = model.embed_tokens.device
-        self.written = Rows(self.sizes, largest, 0, width, block_size, device)
+        self.written = Rows(self.sizes, largest, 0, width, block_size, device, drafts=drafts)
         self.prompts = None
         if prompts:
             short = min(width, LONGEST // block_size) if device.type == "cuda" else width
             single = min(MOST_SINGLE, largest)
             self.prompts = Rows(
                 prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers,
-                model.recurrent,
+                model.recurrent, drafts,
             )  # fmt: skip
         self.heads: dict[int, tuple[Repeated, Tensor]] = {}  # recorded, and what they read
         self.pool: Any = None

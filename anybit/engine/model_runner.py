@@ -66,7 +66,8 @@ class ModelRunner:
     """A model and what its layers remember, on one device.
 
     graphs: the largest batch to capture; 0: none. tokens: of a step, at most. steady: decode steps
-    are all of the same shape. states: those of another runner; None: it gets its own.
+    are all of the same shape. states: those of another runner; None: it gets its own. drafts:
+    whether steps may have drafted tokens.
 
     Attributes:
         rows: Texts that a steady decode step writes at once.
@@ -82,6 +83,7 @@ class ModelRunner:
         tokens: int = 2048,
         steady: bool = False,
         states: list[LayerState] | None = None,
+        drafts: bool = False,
     ):
         self.model, self.block_size, self.device = model, room.block_size, room.device
         self.states = states or [memory.empty(room) for memory in model.memories]
@@ -98,7 +100,7 @@ class ModelRunner:
             if model.recurrent:  # a graph knows no pieces that scans cut texts into
                 reads, tokens = reads and model.ragged, min(tokens, SEQUENTIAL)
             sizes = (prompt_sizes(tokens) if self.overlaps else RECORDED) if reads else ()
-            self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes)
+            self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes, drafts)
         self.rows = graphs if self.graphs else 1
 
     @torch.inference_mode()

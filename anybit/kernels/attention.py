@@ -31,7 +31,9 @@ class Batch:
     many tokens of each sequence no step can take back from it, of those before this step. On the
     host: queries and lengths: tokens of each sequence in this step, and contexts. decodes:
     sequences with one token. kept: of some sequences, rows that get the states behind so many of
-    its tokens. wanted: the same on the device, as `Ragged` has it, where the host knows no texts.
+    its tokens. owners (B,): of sequences with one token, the first with the same text, if some may
+    be drafts, which lie behind it. wanted: as kept, on the device, as `Ragged` has it, where the
+    host knows no texts.
     """
 
     positions: Tensor
@@ -46,6 +48,7 @@ class Batch:
     stay: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
     kept: dict[int, dict[int, int]] = field(default_factory=dict)
     wanted: Tensor | None = None
+    owners: Tensor | None = None
 
     def pairs(self, rows: int | None = None) -> Pairs | None:
         """Two rows of codes for sequences with one token, if any are; of `rows`, if given."""

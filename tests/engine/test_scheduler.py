@@ -1,14 +1,15 @@
 """What runs in a step, and what a text that gave its blocks back must run again."""
 
 import pytest
+import torch
 
 from anybit.engine import model_runner
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.graphs import StepGraphs
+from anybit.engine.graphs import Rows, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.pace import Pace
-from anybit.engine.scheduler import Scheduler
+from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.engine.structured import Structured
 from tests.engine.conftest import PICO
@@ -100,6 +101,21 @@ def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
         assert max(s.tokens for s in step) == min(size, length)
         assert sum(s.tokens for s in step) >= size - 1
         assert all(0 <= b < len(runner.states[0].k) for s in step for b in s.seq.blocks)
+
+
+def test_rows_know_whose_drafts_they_are() -> None:
+    rows = Rows([8], 8, 0, 3, BLOCK, torch.device("cpu"), drafts=True)
+    one, other = text("a", 7), text("b", 3)
+    one.blocks, other.blocks = [2, 5, 1], [4]
+    rows.fill(8, [Scheduled(one, 6, 1, True, (8, 9)), Scheduled(other, 2, 1, True)])
+    batch = rows.batch(8)[1]
+    assert batch.owners is not None
+    assert batch.owners.tolist() == [0, 0, 0, 3, 4, 5, 6, 7]
+    assert batch.contexts.tolist() == [7, 8, 9, 3, 0, 0, 0, 0]
+    assert batch.tables[:3].tolist() == [one.blocks] * 3
+    rows.fill(8, [Scheduled(other, 2, 1, True)])
+    assert batch.owners.tolist() == [*range(8)]
+    assert Rows([8], 8, 0, 3, BLOCK, torch.device("cpu")).batch(8)[1].owners is None
 
 
 def held_back(count: int, grammars: bool = True) -> list[SamplingParams]:

@@ -54,17 +54,27 @@ def make_cache(kv_heads: int, dim: int, kind: str, dtype: torch.dtype) -> LayerC
 
 
 def batch_of(queries: list[int], contexts: list[int]) -> Batch:
-    """Sequences on random pages, and where this step's tokens go."""
+    """Sequences on random pages, and where this step's tokens go.
+
+    A single token of a context that is a token longer than the one before is a draft behind that.
+    """
     pages = torch.randperm(BLOCKS).tolist()
     widest = -(-max(contexts) // BLOCK)
-    tables, slots, positions = [], [], []
-    for count, context in zip(queries, contexts, strict=True):
-        own = [pages.pop() for _ in range(-(-context // BLOCK))]
-        tables.append(own + [0] * (widest - len(own)))
+    lists, slots, positions, owners = [], [], [], []
+    for i, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+        draft = i > 0 and count == queries[i - 1] == 1 and context == contexts[i - 1] + 1
+        own = lists[-1] if draft else []
+        lists.append(own)
+        owners.append(owners[-1] if draft else i)
+        own += [pages.pop() for _ in range(-(-context // BLOCK) - len(own))]
         for p in range(context - count, context):
             positions.append(p)
             slots.append(own[p // BLOCK] * BLOCK + p % BLOCK)
     at = torch.tensor([0, *queries]).cumsum(0)
+    tables = [own + [0] * (widest - len(own)) for own in lists]
+    drafted = None
+    if len(set(owners)) < len(owners):
+        drafted = torch.tensor(owners, dtype=torch.int32, device=DEVICE)
     return Batch(
         positions=torch.tensor(positions, device=DEVICE),
         slots=torch.tensor(slots, device=DEVICE),
@@ -74,6 +84,7 @@ def batch_of(queries: list[int], contexts: list[int]) -> Batch:
         queries=queries,
         lengths=contexts,
         decodes=sum(q == 1 for q in queries),
+        owners=drafted,
     )
 
 
@@ -99,6 +110,7 @@ CASES = [  # queries, contexts (single tokens first)
     ([1, 1, 1], [1, 70, 130]),
     ([1], [100]),
     ([1, 5, 20], [9, 5, 83]),
+    ([1] * 8, [1, 68, 69, 70, 71, 72, 33, 34]),  # with drafts
     ([40], [40]),
 ]
 
@@ -133,7 +145,7 @@ def test_attend(
     scores = Scores(0.3, window, sinks=None if sinks is None else sinks.float())
     want = reference.gathered(q.float(), wide, batch, scores)
     args = (batch.tables, batch.contexts, batch.starts, max(queries), 0.3, window, splits)
-    got = kernels.attend(q, cache, *args, sinks=sinks)
+    got = kernels.attend(q, cache, *args, sinks=sinks, owners=batch.owners)
     # Rounding Q (by the static scale) and P to the dtype, each once; the rest is fp32.
     eps = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}[dtype]
     if max(queries) == 1 and attention_int8.suits(heads // kv_heads, cache):
@@ -271,15 +283,17 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "k_scale": "*fp32", "v_scale": "*fp32", "TABLE_STRIDE": "i32", "STRIDE": "i32",
             "K_STRIDE": "i32", "V_STRIDE": "i32", "SCALE": "fp32", "EPS": "fp32", "K": "i32",
             "N": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32",
-            "UP_STRIDE": "i32", "BATCH": "i32", "SPLITS": "i32", "pairs": "*i32", "V": "i32",
+            "UP_STRIDE": "i32", "BATCH": "i32", "SPLITS": "i32", "PARTS": "i32", "pairs": "*i32",
+            "owners": "*i32", "V": "i32",
             "best": "*i32", "tokens": "*i32", "keys": "*i32", "temperature": "*fp32",
             "least": "*fp32", "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,
          "GROUPS": 1, "SEQUENCES": 64, "K_STEP": 2304, "V_STEP": 2304, "K_GRID": 576,
-         "V_GRID": 576, "TURN": 128}  # fmt: skip
+         "V_GRID": 576, "TURN": 128, "EACH": 1}  # fmt: skip
 
 ROOM = 99 << 10  # bytes of shared memory of the smallest GPU from sm_80 on
-WHOLE = {"WINDOW": 0, "sums": None, "maxima": None, "sinks": None}
+WHOLE = {"WINDOW": 0, "sums": None, "maxima": None, "sinks": None, "owners": None}
+DRAFTS = {"WINDOW": 64, "EACH": 4}
 PLAIN = {"SIZE": 0, "vector": None}  # not rotated
 PLAIN |= dict.fromkeys(("x_turn", "x_bias", "other_turn", "other_bias"))
 NORM = PLAIN | {"FUSE": "norm", "LARGEST": 127, "WIDE": 4096, "MOST": 0, "most": None}
@@ -297,6 +311,9 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_attend", "int4", {"ROWS": 32, "WINDOW": 64, "SEQUENCES": 0}, 4),
     (90, "_attend_int8", "dynamic", {"WINDOW": 64}, 2),
     (90, "_attend_int8", "int4", {"WINDOW": 64}, 2),
+    (90, "_attend_int8", "int4", DRAFTS, 2),
+    (80, "_attend_int8", "k8v4", DRAFTS | {"GROUPS": 2}, 2),
+    (90, "_attend", "model", DRAFTS | {"ROWS": 16, "SEQUENCES": 0}, 2),
     (90, "_attend", "k8v4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),
     (
         90,
@@ -310,7 +327,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_write", "k8v4", {"NORM": True, "TOGETHER": 4, "HALF": 128, "GROUPS": 4}, 4),
     (90, "_write", "dynamic", {"NORM": True, "TOGETHER": 4} | dict.fromkeys("kv"), 4),
     (90, "_write", "int4", {"NORM": True, "TOGETHER": 4} | dict.fromkeys(("cos", "sin")), 4),
-    (90, "_combine", "model", {"MOST": 32, "WINDOW": 64}, 4),
+    (90, "_combine", "model", {"MOST": 32} | DRAFTS, 4),
     (90, "_token", "model", NORM, 16),
     (90, "_token", "model", PLAIN | {"FUSE": "", "LARGEST": 127, "WIDE": 1024, "MOST": 14}, 4),
     (90, "_silu_mul", "model", {"WIDE": 1024}, 4),

@@ -3,9 +3,10 @@
 `attend` is flash attention over the pages, with int8 and int4 dequantized in registers: a static
 scale of each K channel goes into the query and one of each V channel into the output, while dynamic
 scales of each token multiply scores and probabilities; int4 becomes fp16. The query heads that
-share a K head are rows of one tile, so the cache is read once for all of them, and for a single
-token the context is split over programs whose parts `combine` adds up (flash-decoding). Grids
-depend on sizes alone and nothing waits for the device, so a CUDA graph can hold all of it.
+share a K head are rows of one tile, and so are those of drafts, so the cache is read once for all
+of them. For a single token the context is split over programs whose parts `combine` adds up
+(flash-decoding); those of a draft share what its text has to be read. Grids depend on sizes alone
+and nothing waits for the device, so a CUDA graph can hold all of it.
 """
 
 from functools import cache
@@ -39,10 +40,11 @@ MOST_SPLITS = 64
 MOST_PROMPTS = 64  # sequences of a step with several queries, for which the kernel is compiled once
 LEAST_TOKENS = 32  # what the int8 matrix unit multiplies at a time
 FEW_ROWS, LEAST_ROWS = 32, 16
+TOGETHER = 8  # tokens of a text that a program takes at most
 # A multiprocessor reads as fast as it can with so many bytes on their way, or so many warps of
-# programs that wait and multiply by turns: by heads of a K head, those that have registers. More
-# programs than run at once take longer.
-ON_THEIR_WAY, WARPS, WARPS_OF_MANY = 144 << 10, 16, 12
+# programs that wait and multiply by turns: by heads of a program, up to 4, 8 and more, those that
+# have registers. More programs than run at once take longer.
+ON_THEIR_WAY, WARPS, WARPS_OF_MANY, WARPS_OF_TILES = 144 << 10, 16, 12, 8
 
 
 class Tile(NamedTuple):
@@ -118,29 +120,34 @@ def _decoded(
     return tl.reshape(both, [TOKENS, 2 * SIZE])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BATCH", "PARTS"])
 def _attend(
-    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, out, sums, maxima, sinks,
-    TABLE_STRIDE, BATCH, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
-    V_GRID: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, starts, owners, out, sums, maxima,
+    sinks, TABLE_STRIDE, BATCH, PARTS, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr, GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    K_GRID: tl.constexpr, V_GRID: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SEQUENCES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries (tokens x the heads of one K head) against its part of the context.
 
-    SEQUENCES: 0 where each sequence has one query. Else tiles are numbered through all BATCH <=
-    SEQUENCES sequences, and the last ones, which see most, go first. Programs beyond the last tile
-    do nothing, so the grid depends on no sequence's length. out: of parts of contexts, in fp32, if
-    there are sums.
+    SEQUENCES: 0 where each sequence has one query; `share` says which go together, and which part
+    of PARTS a program has. Else tiles are numbered through all BATCH <= SEQUENCES sequences, and
+    the last ones, which see most, go first. Programs beyond the last tile do nothing, so the grid
+    depends on no sequence's length. out: of parts of contexts, in fp32, if there are sums.
     """
     launch_next(PDL)
     K_SIZE: tl.constexpr = D // 2 if K_KIND == "int4" else D
     V_SIZE: tl.constexpr = D // 2 if V_KIND == "int4" else D
     kv_head, split = tl.program_id(1), tl.program_id(2)
     if SEQUENCES == 0:
-        EACH: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-        seq, tile = tl.program_id(0) // EACH, tl.program_id(0) % EACH
+        PIECES: tl.constexpr = (EACH * GROUP + ROWS - 1) // ROWS
+        query, tile = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
+        seq, count, context, begin, each = share(
+            owners, contexts, query, BATCH, tl.num_programs(2), PARTS, WINDOW, TOKENS, EACH
+        )
+        first, last = seq, context
+        split += (query - seq) * tl.num_programs(2)
     else:
         number = tl.num_programs(0) - 1 - tl.program_id(0)
         every = tl.arange(0, SEQUENCES)
@@ -149,15 +156,15 @@ def _attend(
         tiles = tl.cdiv(tl.maximum(counts, 0) * GROUP, ROWS)
         seq = tl.minimum(tl.sum((tl.cumsum(tiles, 0) <= number).to(tl.int32), 0), BATCH - 1)
         tile = number - tl.sum(tl.where(every < seq, tiles, 0), 0)
-    first = tl.load(starts + seq)
-    count = tl.load(starts + seq + 1) - first
-    context = tl.load(contexts + seq)
-    last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
-        begin = begin // TOKENS * TOKENS
-    each = tl.cdiv(tl.cdiv(last - begin, TOKENS), tl.num_programs(2)) * TOKENS
+        first = tl.load(starts + seq)
+        count = tl.load(starts + seq + 1) - first
+        context = tl.load(contexts + seq)
+        last = tl.minimum(context, context - count + (tile * ROWS + ROWS - 1) // GROUP + 1)
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
+            begin = begin // TOKENS * TOKENS
+        each = last - begin
     low = begin + split * each
     high = tl.minimum(low + each, last)
     if (tile * ROWS < count * GROUP) & ((sums is None) | (low < high)):
@@ -245,7 +252,7 @@ def _attend(
             acc = acc / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + head[:, None] * D + d[None, :], acc, mask=live[:, None])
         else:
-            part = head * tl.num_programs(2) + split
+            part = head * PARTS + split
             tl.store(out + part[:, None] * D + d[None, :], acc, mask=live[:, None])
             tl.store(sums + part, total, mask=live)
             tl.store(maxima + part, most, mask=live)
@@ -253,21 +260,23 @@ def _attend(
         after_previous(PDL)
 
 
-@triton.jit(do_not_specialize=["SPLITS"])
+@triton.jit(do_not_specialize=["BATCH", "SPLITS", "PARTS"])
 def _combine(
-    parts, sums, maxima, contexts, sinks, out, HEADS, SPLITS, D: tl.constexpr,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    parts, sums, maxima, contexts, owners, sinks, out, HEADS, BATCH, SPLITS, PARTS,
+    D: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+    EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities.
 
-    MOST: the power of two from SPLITS on, of which those have parts that had keys.
+    MOST: the power of two from PARTS on, of which those have parts that had keys.
     """
     launch_next(PDL)
     head = tl.program_id(0).to(tl.int64)
-    context = tl.load(contexts + head // HEADS)
-    begin, each = share(context, SPLITS, WINDOW, TOKENS)
+    _, _, context, begin, each = share(
+        owners, contexts, tl.program_id(0) // HEADS, BATCH, SPLITS, PARTS, WINDOW, TOKENS, EACH
+    )
     s, d = tl.arange(0, MOST), tl.arange(0, D)
-    at, there = head * SPLITS + s, begin + s * each < context
+    at, there = head * PARTS + s, begin + s * each < context
     after_previous(PDL)
     most = tl.load(maxima + at, there, other=float("-inf"))
     base = tl.max(most, 0)
@@ -315,6 +324,7 @@ def attend(
     out: Tensor | None = None,
     tile: Tile | None = None,
     sinks: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of queries (T, heads, D) over the cache; `out` (T, heads, D), if given.
 
@@ -322,58 +332,72 @@ def attend(
     starts (B + 1,) int32: where each sequence's queries begin in T; they are the last tokens of its
     context. longest: the most queries of one sequence. splits: programs that share the context of
     a single query; by default as many as fill the GPU. sinks (heads,): scores of one more key of
-    each head, whose value is zero.
+    each head, whose value is zero. owners (B,) int32: of single queries, the first that has the
+    same blocks; those that have lie side by side, each sees a token more than the one before, and
+    some of them go through K and V together. None: all have blocks of their own.
     """
     _, kv_heads, block, _ = cache.k.shape
     (_, heads, dim), batch = q.shape, len(tables)
     group = heads // kv_heads
-    rows = max(LEAST_ROWS, min(128, next_power_of_2(longest * group)))
+    single = longest == 1 and attention_int8.suits(group, cache)
+    each = 1 if owners is None or longest > 1 else together(group, single)
+    owners = owners if each > 1 else None
+    rows = max(LEAST_ROWS, min(128, next_power_of_2(max(longest, each * (not single)) * group)))
     tile = tile or tile_of(cache.kinds[0], rows)
     tile = fitted(
         tile._replace(rows=tile.rows or rows), dim, q.element_size(), head_bytes(cache),
         shared_memory(q.device),
     )  # fmt: skip
     rows = tile.rows
-    single = longest == 1 and attention_int8.suits(group, cache)
     if longest > 1:
         splits = 1
     elif splits is None:
         keys = len(cache.k) * block  # of the longest text that fits
         keys = min(keys, window + tile.tokens) if window else keys
-        enough = at_once(tile, head_bytes(cache), group, q.device)
+        enough = at_once(tile, head_bytes(cache), each * group, q.device)
         splits = choose_splits(batch * kv_heads, enough, -(-keys // tile.tokens))
     out = torch.empty_like(q) if out is None else out
-    shape = (*q.shape[:2], splits)
+    most = min(MOST_SPLITS, splits * each)  # parts of a query: rows of a text share their programs
+    shape = (*q.shape[:2], most)
     parts, sums, maxima = out, None, None
-    if splits > 1:
+    if most > 1:
         parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
         sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if single:
         attention_int8._attend_int8[(kv_heads, batch, splits)](
-            q, *planes(cache), tables, contexts, parts, sums, maxima,
-            sinks if splits == 1 else None, tables.stride(0), scale * 1.4426950408889634,
-            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
+            q, *planes(cache), tables, contexts, owners, parts, sums, maxima,
+            sinks if most == 1 else None, tables.stride(0), batch, most,
+            scale * 1.4426950408889634,
+            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0, EACH=each,
             TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **kinds(cache),
             **overlap(q.device),
         )  # fmt: skip
     else:
-        most = batch * -(-group // rows)
+        tiles = batch * -(-each * group // rows)
         if longest > 1:  # at most one tile of each sequence is not full
-            most = -(-len(q) * group // rows) + batch
-        _attend[(most, kv_heads, splits)](
-            q, *planes(cache), tables, contexts, starts, parts, sums, maxima,
-            sinks if splits == 1 else None, tables.stride(0), batch, scale * 1.4426950408889634,
-            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0,
+            tiles = -(-len(q) * group // rows) + batch
+        _attend[(tiles, kv_heads, splits)](
+            q, *planes(cache), tables, contexts, starts, owners, parts, sums, maxima,
+            sinks if most == 1 else None, tables.stride(0), batch, most,
+            scale * 1.4426950408889634,
+            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0, EACH=each,
             ROWS=rows, TOKENS=tile.tokens,
             SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
             num_warps=tile.warps, num_stages=tile.stages, **kinds(cache), **overlap(q.device),
         )  # fmt: skip
-    if splits > 1:
+    if most > 1:
         _combine[(q.shape[0] * heads,)](
-            parts, sums, maxima, contexts, sinks, out, heads, splits, D=dim, WINDOW=window or 0,
-            TOKENS=tile.tokens, MOST=next_power_of_2(splits), num_warps=4, **overlap(q.device),
+            parts, sums, maxima, contexts, owners, sinks, out, heads, batch, splits, most, D=dim,
+            WINDOW=window or 0, TOKENS=tile.tokens, MOST=next_power_of_2(most), EACH=each,
+            num_warps=4, **overlap(q.device),
         )  # fmt: skip
     return out
+
+
+def together(group: int, single: bool) -> int:
+    """Tokens of a text that a program takes, by the heads of each; single: by `_attend_int8`."""
+    heads = attention_int8.MOST_COLUMNS if single else FEW_ROWS
+    return 1 << max(1, min(TOGETHER, heads // group)).bit_length() - 1
 
 
 def tile_of(kind: str | None, rows: int) -> Tile:
@@ -423,10 +447,10 @@ def shared_bytes(tile: Tile, dim: int, size: int, head: int) -> int:
     return tile.rows * dim * size + tile.tokens * keys + 1024
 
 
-def at_once(tile: Tile, head: int, group: int, device: torch.device) -> int:
-    """Programs of a single token's attention that a GPU should run at once; see `fitted`."""
+def at_once(tile: Tile, head: int, heads: int, device: torch.device) -> int:
+    """Programs of so many heads of single tokens that a GPU should run at once; see `fitted`."""
     loads = max(1, tile.stages - 1) * tile.tokens * 2 * head
-    warps = WARPS if group <= 4 else WARPS_OF_MANY
+    warps = WARPS if heads <= 4 else WARPS_OF_MANY if heads <= 8 else WARPS_OF_TILES
     return multiprocessors(device) * max(1, min(ON_THEIR_WAY // loads, warps // tile.warps))
 
 

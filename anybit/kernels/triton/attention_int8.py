@@ -17,6 +17,7 @@ from anybit.kernels.triton.activation import after_previous, launch_next
 from anybit.kernels.triton.lang import NO_PTX, settle
 
 MOST_HEADS = 8  # query heads of a K head
+MOST_COLUMNS = 16  # heads of all tokens of a program: registers hold no more
 LEAST_DIM, MOST_DIM = 32, 512  # of a part of K, what the matrix unit multiplies; see `_both`
 MOST_GROUPS = 2  # of half a head: parts of more take more registers than there are
 
@@ -72,13 +73,33 @@ def grid_of(words):
 
 
 @triton.jit
-def share(context, splits, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
-    """Where a single token's keys begin, at a whole tile, and how many of them a program takes."""
+def share(
+    owners, contexts, row, BATCH, SPLITS, PARTS, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    """What the programs of a row of single tokens do together: EACH rows of its text, or fewer.
+
+    owners (BATCH,): the first row of each row's text, whose rows lie side by side; None: each is a
+    text by itself, and EACH is 1. A row has SPLITS programs, and all of them share the keys.
+
+    Returns:
+        The first of these rows; how many they are; the context of the last; where the keys begin,
+        at a whole tile; how many of them a program takes. No more than PARTS programs have any.
+    """
+    first, count = row, 1
+    if owners is not None:
+        own = tl.load(owners + row)
+        first = row - (row - own) % EACH
+        rows = first + tl.arange(0, EACH)
+        same = tl.load(owners + rows, rows < BATCH, other=-1) == own
+        count = tl.sum(same.to(tl.int32), 0)
+    context = tl.load(contexts + first + count - 1)
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(context - WINDOW, 0) // TOKENS * TOKENS
+        begin = tl.maximum(context - (count - 1) - WINDOW, 0) // TOKENS * TOKENS
     tiles = tl.cdiv(context - begin, TOKENS)
-    return begin, tl.maximum(tl.cdiv(tiles, splits), 1) * TOKENS
+    each = tl.maximum(tl.cdiv(tiles, tl.minimum(count * SPLITS, PARTS)), 1) * TOKENS
+    return first, count, context, begin, each
 
 
 @triton.jit
@@ -154,6 +175,12 @@ def sunk(sinks, head, most):
 
 
 @triton.jit
+def place(column, KV_HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """Where heads of a K head, GROUP of each token, lie among all heads, from the first on."""
+    return column // GROUP * (KV_HEADS * GROUP) + column % GROUP
+
+
+@triton.jit
 def _alternating(x, largest):
     """Queries (SIZE, 2 * heads) to digits of 1 / 126 of the largest; hi in even columns."""
     hi, lo = _digits(x * (126.0 / largest)[None, :])
@@ -183,28 +210,30 @@ def _add(acc, codes, p, fade):
     return acc * fade[None, :] + _both(tl.dot(codes, _beside(p)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BATCH", "PARTS"])
 def _attend_int8(
-    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, out, sums, maxima, sinks,
-    TABLE_STRIDE, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, owners, out, sums, maxima, sinks,
+    TABLE_STRIDE, BATCH, PARTS, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
-    V_GRID: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    V_GRID: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one K head of a sequence against a part of its context.
+    """The query heads of one K head of a text's tokens against a part of its context.
 
-    Arguments are those of `attention._attend`; a sequence has one query.
+    Arguments are those of `attention._attend`; a row has one query.
     """
     launch_next(PDL)
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(contexts + seq)
-    begin, each = share(context, tl.num_programs(2), WINDOW, TOKENS)
+    kv_head, row, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(2)
+    row, count, context, begin, each = share(
+        owners, contexts, row, BATCH, splits, PARTS, WINDOW, TOKENS, EACH
+    )
+    split = (tl.program_id(1) - row) * splits + tl.program_id(2)
     low = begin + split * each
     high = tl.minimum(low + each, context)
     if (sums is not None) & (low >= high):
         after_previous(PDL)
         return
-    table = tables + seq.to(tl.int64) * TABLE_STRIDE
+    table = tables + row.to(tl.int64) * TABLE_STRIDE
     ahead = pages(table, low, high, BLOCK, TOKENS)
     K_PARTS: tl.constexpr = 2 * GROUPS if K_KIND == "int4" else 1
     V_PARTS: tl.constexpr = 2 * GROUPS if V_KIND == "int4" else 1
@@ -221,15 +250,18 @@ def _attend_int8(
             fetch(v_scale, ahead, low, kv_head, KV_HEADS, V_GRID, V_PARTS, BLOCK, TOKENS)
     after_previous(PDL)
 
-    HEADS: tl.constexpr = 4 if GROUP <= 4 else 8
+    ALL: tl.constexpr = GROUP * EACH  # heads of all tokens
+    HEADS: tl.constexpr = 4 if ALL <= 4 else (8 if ALL <= 8 else 16)
     d, v_d = tl.arange(0, K_PART), tl.arange(0, V_PART)
     column = tl.arange(0, 2 * HEADS)  # both digits of a head side by side
-    first = seq.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
-    at_q = q + (first + column // 2)[None, :] * D + d[:, None]
+    first = row.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
+    at_q = q + (first + place(column // 2, KV_HEADS, GROUP))[None, :] * D + d[:, None]
     queries = ()
     largest = tl.full([2 * HEADS], 1e-30, tl.float32)
     for i in tl.static_range(K_PARTS):
-        x = tl.load(at_q + i * K_PART, (column // 2 < GROUP)[None, :], other=0).to(tl.float32)
+        x = tl.load(at_q + i * K_PART, (column // 2 < count * GROUP)[None, :], other=0).to(
+            tl.float32
+        )
         if K_KIND == "static":
             x *= tl.load(k_scale + kv_head * D + d)[:, None]
         largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
@@ -241,6 +273,9 @@ def _attend_int8(
         digits = digits + (x,)
         wholes = wholes + (_both(tl.sum(x.to(tl.int32), 0)[None, :]),)
 
+    column = tl.arange(0, HEADS)
+    live = column < count * GROUP
+    ends = context - (count - 1) + column // GROUP  # contexts of tokens
     most = tl.full([HEADS], float("-inf"), tl.float32)
     # Added up over tokens after the loop, for sums across threads take a while.
     total = tl.zeros([TOKENS, HEADS], tl.float32)
@@ -273,10 +308,12 @@ def _attend_int8(
             if K_KIND == "dynamic":
                 score *= tl.load(k_grids)[:, None]
         score *= unit[None, :]
-        seen = inside
+        seen = inside[:, None]
+        if EACH > 1:
+            seen = seen & (t[:, None] < ends[None, :])
         if WINDOW > 0:
-            seen = seen & (t >= context - WINDOW)
-        score = tl.where(seen[:, None], score, float("-inf"))
+            seen = seen & (t[:, None] >= ends[None, :] - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
         # Weights are p times V's scale. p is divided by a power of two that makes them at most 1
         # and the largest at least 1/2, so that one maximum does for p and for the scales.
         bound = score
@@ -315,14 +352,13 @@ def _attend_int8(
             accs = (_add(accs[0], codes, weights, fade),)  # type: ignore[misc]
         most = new
     total = tl.sum(total, 0)
-    live = tl.arange(0, HEADS) < GROUP
-    to = first + tl.arange(0, HEADS)
+    to = first + place(column, KV_HEADS, GROUP)
     if sums is None:
         if sinks is not None:
-            total += sunk(sinks, kv_head * GROUP + tl.arange(0, HEADS) % GROUP, most)
+            total += sunk(sinks, kv_head * GROUP + column % GROUP, most)
         divisor = tl.where(total == 0, 1.0, total)[None, :]
     else:
-        to = to * tl.num_programs(2) + split
+        to = to * PARTS + split
         divisor = tl.full([1, HEADS], 1.0, tl.float32)
         tl.store(sums + to, total, live)
         tl.store(maxima + to, most, live)

@@ -104,7 +104,9 @@ class Triton(Family):
         how, sinks = (scores.scale, scores.window), scores.sinks
         out, n = torch.empty_like(q) if out is None else out, batch.decodes
         if n:
-            attention.attend(q[:n], cache, *batch.single, *how, out=out[:n], sinks=sinks)
+            attention.attend(
+                q[:n], cache, *batch.single, *how, out=out[:n], sinks=sinks, owners=batch.owners
+            )
         # Torch's kernels are faster for whole prompts. A graph does not know its prompts' lengths.
         if batch.whole and scores.window is None and scores.sinks is None:
             prompts(q, cache, batch, scores, out)
