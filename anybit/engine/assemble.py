@@ -221,18 +221,20 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
     device, size = model.embed_tokens.device, settings.block_size
     back = 0 if settings.draft is None else settings.draft_tokens + BEHIND
     none = Room(0, size, 0, settings.kv, device, back=back)
-    each, own = (
+    least, each, own = (
         sum(state_bytes(m, room) for m in models)
-        for room in (none._replace(blocks=1), none._replace(rows=1))
+        for room in (none, none._replace(blocks=1), none._replace(rows=1))
     )
+    each, own = each - least, own - least
     one = none._replace(rows=1, device=torch.device("meta"))
-    widest = max(layer.empty(one).nbytes for layer in model.memories)
+    widest = max(layer.empty(one).nbytes for layer in model.memories) if own else 0
     step += 3 * graph_rows(settings) * widest  # states of a layer on their way to new ones
     free = cache_room(device, step if settings.kv_bytes is None else None)
-    given = granted(free, 2 * (each + own), step, settings.kv_bytes, device)
+    given = granted(free, least + 2 * (each + own), step, settings.kv_bytes, device)
     if given is None:
         whole = -(-model.length // size) * each + own
-        given = min(CPU_CACHE if free is None else free, most * (whole + own) + own)
+        given = min(CPU_CACHE if free is None else free, least + most * (whole + own) + own)
+    given -= least
     if not own:
         return none._replace(blocks=counted(given, each, 2, f"blocks of {size} tokens"))
     # A row more takes what steps write for nobody. K and V have at least half of the memory.

@@ -44,7 +44,7 @@ class LayerState(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what grows with blocks and rows."""
+        """Bytes, of which some may be there without blocks and rows."""
 
     @property
     def by_kernels(self) -> bool:
@@ -143,7 +143,7 @@ class HiddenStates:
 
     @property
     def nbytes(self) -> int:
-        return self.values[1:].nbytes
+        return self.values.nbytes
 
     def read(self, slots: Tensor) -> Tensor:
         return self.values.index_select(0, slots % len(self.values))

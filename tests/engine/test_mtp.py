@@ -133,8 +133,15 @@ def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("name", KINDS)
 def test_guesses_are_those_of_the_layers_by_themselves(headed: Made, name: str) -> None:
     """Behind prompts in chunks and cached ones, and after guesses that were right and wrong."""
-    llm = drafting(LLM(headed(name), draft="mtp", block_size=4, max_tokens=16))
+    given = 1 << 20
+    llm = LLM(headed(name), draft="mtp", block_size=4, max_tokens=16, kv_bytes=given)
+    llm = drafting(llm)
     seen = watched(llm)
+    assert llm.engine.speculation is not None
+    own = llm.engine.speculation.drafter
+    assert isinstance(own, MtpDraft)
+    held = sum(state.nbytes for state in (*own.large.states, *own.runner.states))
+    assert 0.9 * given < held <= given
     first = prompts(4, longest=30)
     llm.generate([*first, [*first[0], *first[1]], [*first[0], *first[2]]], WHOLE)
     llm.generate([[*first[0], *first[1], *first[3]]], WHOLE)
