@@ -255,7 +255,9 @@ def test_programs_fill_a_multiprocessor(kind: str, dim: int, group: int, each: i
     assert kernels.at_once(tile, head, group, torch.device("cpu")) == each * 132
 
 
-@pytest.mark.parametrize(("programs", "splits"), [(1, 64), (8, 64), (9, 58), (300, 1), (999, 1)])
+@pytest.mark.parametrize(
+    ("programs", "splits"), [(0, 64), (1, 64), (8, 64), (9, 58), (300, 1), (999, 1)]
+)
 def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
     assert kernels.choose_splits(programs, 528, 1000) == splits
     assert kernels.choose_splits(programs, 528, 3) == min(splits, 3)

@@ -459,7 +459,7 @@ def choose_splits(programs: int, enough: int, tiles: int) -> int:
 
     tiles: of keys, at most, for which there need be no more.
     """
-    return max(1, min(MOST_SPLITS, tiles, enough // programs))
+    return max(1, min(MOST_SPLITS, tiles, enough // max(1, programs)))
 
 
 settle(globals())
