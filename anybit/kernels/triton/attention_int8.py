@@ -231,7 +231,10 @@ def _attend_int8(
     low = begin + split * each
     high = tl.minimum(low + each, context)
     if (sums is not None) & (low >= high):
-        after_previous(PDL)
+        # What comes after this kernel waits for it alone. So some program must wait for the one
+        # before; the others leave room for what has something to do.
+        if tl.program_id(2) == 0:
+            after_previous(PDL)
         return
     table = tables + row.to(tl.int64) * TABLE_STRIDE
     ahead = pages(table, low, high, BLOCK, TOKENS)
