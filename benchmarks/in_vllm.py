@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--kv", default="auto", help="kv_cache_dtype: fp8, anybit_int4, ...")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batches", default="1,16,64,128,256")
+    parser.add_argument("--context", type=int, default=PROMPT, help="tokens of each prompt")
     parser.add_argument("--eager", action="store_true", help="neither compiled nor in graphs")
     parser.add_argument("--graphs", default="", help="prompts of these tokens in graphs, as well")
     parser.add_argument("--unfused", action="store_true", help="without anybit's pass over graphs")
@@ -113,11 +114,11 @@ def measure_steps(llm: Any, args: argparse.Namespace, batches: list[int]) -> Non
         repeats = 3 if batch <= 16 else 1
         first = min(run(llm, args, batch, 1)[0] for _ in range(repeats))
         blocks = [steps_of(run(llm, args, batch, OUTPUT)[1]) for _ in range(repeats)]
-        write(args, "prefill", batch, batch * PROMPT / first, "tokens/s")
+        write(args, "prefill", batch, batch * args.context / first, "tokens/s")
         write(args, "steady", batch, min(median(each) for each in blocks), "ms/step")
         print("BLOCKS", batch, *(f"{ms:.2f}" for each in blocks for ms in each), flush=True)
     alone = length(args) - OUTPUT
-    if alone > PROMPT:
+    if alone > args.context:
         first = min(run(llm, args, 1, 1, alone)[0] for _ in range(4))
         write(args, "prefill", 1, alone / first, "tokens/s", alone)
 
@@ -133,7 +134,7 @@ def steps_of(ends: list[float]) -> list[float]:
 
 
 def run(
-    llm: Any, args: argparse.Namespace, batch: int, tokens: int, prompt: int = PROMPT
+    llm: Any, args: argparse.Namespace, batch: int, tokens: int, prompt: int = 0
 ) -> tuple[float, list[float]]:
     """Seconds of a batch's prompts and this many tokens of each; when each step was over."""
     import vllm
@@ -148,7 +149,7 @@ def run(
         return outputs
 
     words = MODELS[args.model].vocab_size
-    prompt = min(prompt, length(args) - OUTPUT)
+    prompt = min(prompt or args.context, length(args) - OUTPUT)
     ids = torch.randint(0, words, (batch, prompt)).tolist()
     params = vllm.SamplingParams(
         temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
@@ -163,7 +164,7 @@ def run(
 
 
 def write(
-    args: argparse.Namespace, what: str, batch: int, value: float, unit: str, context: int = PROMPT
+    args: argparse.Namespace, what: str, batch: int, value: float, unit: str, context: int = 0
 ) -> None:
     import vllm
 
@@ -174,7 +175,8 @@ def write(
     case += f" {args.layers} layers" if args.layers else ""
     row = (
         gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, case,
-        args.head or "bf16", args.kv, args.ranks, what, batch, context, f"{value:.5g}", unit,
+        args.head or "bf16", args.kv, args.ranks, what, batch, context or args.context,
+        f"{value:.5g}", unit,
         vllm.__version__, torch.__version__,
     )  # fmt: skip
     print("ROW", *row[3:12], flush=True)
@@ -296,7 +298,7 @@ def cache_bytes(args: argparse.Namespace, batch: int) -> int:
     """Bytes of K and V, in bf16, of a batch in the middle of being written, and some more."""
     config = config_of(args.model, args.layers)
     heads = config.num_hidden_layers * config.num_key_value_heads
-    tokens = batch * (min(PROMPT, length(args)) + OUTPUT) + length(args)
+    tokens = batch * (min(args.context, length(args)) + OUTPUT) + length(args)
     return 2 * 2 * heads * config.head_dim * (tokens + 16 * (batch + 1))
 
 
@@ -316,8 +318,12 @@ def numbers(given: str) -> list[int]:
 
 
 def length(args: argparse.Namespace) -> int:
-    config = MODELS[args.model]
-    return 256 if args.check else min(ALONE + OUTPUT, config.max_position_embeddings)
+    return 256 if args.check else min(max(ALONE, args.context) + OUTPUT, positions(args))
+
+
+def positions(args: argparse.Namespace) -> int:
+    """Of the model, more than it was made for if prompts are to be longer."""
+    return max(int(MODELS[args.model].max_position_embeddings), args.context + OUTPUT)
 
 
 def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
@@ -328,7 +334,8 @@ def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
     if (out / "config.json").exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
-    settings = config.to_dict() | {"dtype": "bfloat16"}
+    more = {"dtype": "bfloat16", "max_position_embeddings": positions(args)}
+    settings = config.to_dict() | more
     (out / "generation_config.json").write_text("{}")
     if case not in ("bf16", "fp8"):
         plan = {"*": case, "lm_head": args.head}

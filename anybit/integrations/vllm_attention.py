@@ -152,7 +152,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         if given.causal is not True:
             raise Unsupported("tokens see those behind them; use another attention backend")
         tokens, host = given.num_actual_tokens, given.seq_lens_cpu_upper_bound
-        decodes = split_decodes_and_prefills(given, decode_threshold=1)[0]
+        decodes = min(tokens, split_decodes_and_prefills(given, decode_threshold=1)[0])
         queries, slots = given.query_start_loc_cpu.diff().tolist(), given.slot_mapping[:tokens]
         return Step(Batch(
             positions=slots,  # Q and K are rotated already: nobody asks for positions

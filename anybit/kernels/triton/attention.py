@@ -300,15 +300,18 @@ def refuse(cache: LayerCache) -> str | None:
         return f"the head dimension is {dim}, not a power of two of at least {least}"
     if block & (block - 1):
         return f"the block size is {block}, not a power of two"
-    steps = kinds(cache)
-    step = max(steps["K_STEP"] // cache.k.shape[3], steps["K_GRID"], steps["V_GRID"])
-    if (rows := cache.k.shape[:2].numel() * step) >= 2**31:
-        return f"{rows} rows of a layer's cache are more than 2**31 - 1"
     room, size = shared_memory(cache.k.device), cache.k.element_size()
     smallest = Tile(LEAST_TOKENS, 1, 1, LEAST_ROWS)
     if (need := shared_bytes(smallest, dim, max(2, size), head_bytes(cache))) > room:
         return f"a head dimension of {dim} takes {need} bytes of shared memory, and it has {room}"
     return None
+
+
+def is_wide(cache: LayerCache) -> bool:
+    """Whether 32 bits do not hold places in a cache, as `rows_of` counts them."""
+    steps = kinds(cache)
+    step = max(steps["K_STEP"] // cache.k.shape[3], steps["K_GRID"], steps["V_GRID"])
+    return cache.k.shape[:2].numel() * step >= 2**31
 
 
 def attend(
@@ -339,6 +342,7 @@ def attend(
     _, kv_heads, block, _ = cache.k.shape
     (_, heads, dim), batch = q.shape, len(tables)
     group = heads // kv_heads
+    tables = tables.long() if is_wide(cache) else tables
     single = longest == 1 and attention_int8.suits(group, cache)
     each = 1 if owners is None or longest > 1 else together(group, single)
     owners = owners if each > 1 else None

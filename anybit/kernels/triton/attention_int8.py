@@ -140,7 +140,7 @@ def lying(first, at, PART: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constex
 @triton.jit
 def rows_of(page, place, STEP: tl.constexpr, SIZE: tl.constexpr):
     """Numbers before a token's SIZE, at its place in a page of a head; pages lie STEP apart."""
-    if STEP % SIZE == 0:  # one instruction; `refuse` counts what 32 bits hold
+    if STEP % SIZE == 0:  # one instruction; of 64 bits where `is_wide`
         out = (page * (STEP // SIZE) + place).to(tl.int64) * SIZE
     else:
         out = page.to(tl.int64) * STEP + place * SIZE
