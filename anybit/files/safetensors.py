@@ -61,8 +61,8 @@ class Stored(NamedTuple):
         return torch.empty(self.shape, dtype=self.torch_dtype, device="meta")
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
-        data = torch.empty(self.nbytes, dtype=torch.uint8)
+        """The tensor, in the host's memory, whatever torch's default device."""
+        data = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         with open(self.file, "rb") as file:
             file.seek(self.start)
             got = file.readinto(data.numpy().data)

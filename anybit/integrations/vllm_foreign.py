@@ -36,8 +36,11 @@ def in_files(directory: Path) -> Mapping[str, Stored]:
 
 @lru_cache(maxsize=2)
 def planned(directory: Path) -> Conversion:
-    """How a checkpoint becomes one of ours; the headers are read once in each process."""
-    with opened(directory) as found:
+    """How a checkpoint becomes one of ours; the headers are read once in each process.
+
+    vLLM reads a model with its GPU as torch's default, and converters read files.
+    """
+    with torch.device("cpu"), opened(directory) as found:
         return plan_conversion(found, SHARD_BYTES, for_transformers=False)
 
 
@@ -77,10 +80,7 @@ class Source:
                 )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What a layer becomes: tensors by the names that they have in ours, in the host's memory.
-
-        vLLM reads a model with its GPU as torch's default, and converters read files.
-        """
+        """What a layer becomes: tensors by their names in ours, in the host's memory."""
         with torch.device("cpu"):
             return planned(self.directory).tensors(self.names[name])
 
