@@ -1,6 +1,7 @@
 """CPU kernels that LLVM compiles, on every level of instructions that the processor has."""
 
 import io
+import mmap
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -481,3 +482,15 @@ def test_weights_that_lie_side_by_side_are_tensors_of_their_own() -> None:
     second = memory.empty(100).fill_(2)  # which parts of an inference tensor would refuse
     assert second.untyped_storage().nbytes() == 100
     assert int(first.sum()) == 300
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is not shared there")
+def test_a_weight_that_ends_gives_its_memory_back_beside_others() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    weights = [memory.empty(1 << 20).fill_(i) for i in range(24)]
+    taken = resident()
+    weights = weights[3:20:8]
+    assert resident() < taken - (18 << 20)
+    assert [(int(w.min()), int(w.max())) for w in weights] == [(3, 3), (11, 11), (19, 19)]

@@ -153,7 +153,7 @@ def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
     """bf16 activations in 16 bits of fixed point, (M, K) int16, and scales (M,) fp32.
 
     A scale is the power of two by which a token's largest number takes all bits: that number, and
-    those down to a 64th of it, keep all of theirs. Codes are at most 127.5 * 256, so that their
+    those down to a 64th of it, keep all of theirs. Codes are at most 127 * 256, so that their
     nearest multiple of 256 fits a byte. NaN where a token holds NaN or inf.
     """
     m, k = x.shape

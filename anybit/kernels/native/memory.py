@@ -5,6 +5,7 @@ import threading
 from contextlib import suppress
 from math import prod
 from typing import NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def empty(*shape: int) -> Tensor:
 
     A product reads each weight once, and pages of 4 KB then cost a third of the time: the processor
     looks every page up, in two tables on a virtual machine. Small weights lie side by side, for
-    most of them hold no whole page; their memory is free once all of a chunk are. Each is a tensor
+    most of them hold no whole page, and each gives its memory back when it ends. Each is a tensor
     of its own: parts of one would be copied with all of it, and be written to as it may be.
     """
     global _left
@@ -47,13 +48,24 @@ def empty(*shape: int) -> Tensor:
         rest = room._replace(first=room.first + -(-count // LINE) * LINE)
         if room is _left or count < CHUNK:
             _left = rest
-    out = torch.frombuffer(room.memory, dtype=torch.uint8, count=count, offset=room.first)
-    return out.view(shape)
+    assert room.memory is not None
+    own = memoryview(room.memory)[room.first : room.first + count]  # its storage holds this
+    finalize(own, _give_back, room.memory, room.first, room.first + count).atexit = False
+    return torch.frombuffer(own, dtype=torch.uint8).view(shape)
 
 
 def placed(t: Tensor) -> Tensor:
     """A copy of a tensor there."""
     return empty(t.nbytes).view(t.dtype).view(t.shape).copy_(t)
+
+
+def _give_back(memory: mmap.mmap, first: int, last: int) -> None:
+    """Free bytes `first` to `last`, but for those that share a page of the system with others."""
+    first += -first % mmap.PAGESIZE
+    last -= last % mmap.PAGESIZE
+    if first < last:
+        with suppress(OSError):  # all of it is freed with the mapping
+            memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _pages(count: int) -> Room:
