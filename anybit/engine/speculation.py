@@ -8,7 +8,7 @@ tokens that it would get one by one, and a step gives it several where guesses a
 import logging
 import time
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from anybit.engine.pace import mixed
@@ -181,8 +181,7 @@ class Speculation:
         out = list(scheduled)
         for i, record, draft, count in zip(at, records, drafts, counts, strict=True):
             record.guess = draft
-            s = scheduled[i]
-            out[i] = Scheduled(s.seq, s.first, 1, True, tuple(draft[:count]))
+            out[i] = replace(out[i], draft=tuple(draft[:count]))
         return out
 
     def rests(self, scheduled: list[Scheduled]) -> bool:

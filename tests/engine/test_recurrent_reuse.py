@@ -1,6 +1,7 @@
 """States that other texts begin with, and texts whose tokens are taken back."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,26 @@ def test_wrong_guesses_leave_no_trace_in_states(
         del llm.engine.scheduler.blocks.free[block]
     assert_same(llm.generate(prompts(15), mixed_params(15)), want)
     assert llm.engine.scheduler.preemptions > 0
+
+
+def test_a_text_with_guesses_goes_on_from_a_kept_state(checkpoint: Checkpoint) -> None:
+    """It lacked room, and all of it but for its last token is known when it comes back."""
+    greedy, prompt = replace(GREEDY, ignore_eos=True), [5, 6, 7]
+    want = LLM(checkpoint("lfm2"), prefix_caching=False).generate([prompt], greedy)
+    text = prompt + want[0].tokens
+    llm = LLM(checkpoint("lfm2"), block_size=4, draft="ngram")
+    llm.generate([text[:9]], replace(greedy, max_tokens=1))  # keeps the states behind 8 tokens
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    engine.speculation, got = None, []
+    engine.add("", prompt, greedy)
+    while engine.busy:
+        got += [token for delta in engine.step() for token in delta.tokens]
+        if len(got) == 6 and not scheduler.preemptions:
+            scheduler._preempt()
+            scheduler.blocks.rows.reverse()  # as if another text had taken its row
+            speculating(llm, Told(want))
+    assert got == want[0].tokens
+    assert not engine.speculation.failed
 
 
 @pytest.mark.parametrize(
