@@ -178,12 +178,15 @@ class Attention(AttentionImpl[Step]):
         sinks: Tensor | None = None, **others: Any,
     ):  # fmt: skip
         vllm = get_current_vllm_config().cache_config
+        dtype = torch.get_default_dtype()  # the model's
         refused = {
             "ALiBi": alibi_slopes,
             "a soft cap of scores": logits_soft_cap,
             f"attention of type {attn_type!r}": attn_type != AttentionType.DECODER,
             "layers that share K and V": kv_sharing_target_layer_name,
             "kv_cache_dtype_skip_layers": vllm.kv_cache_dtype_skip_layers,
+            f"kv_cache_dtype={kv_cache_dtype!r} of a model in {dtype}": kv_cache_dtype in PLAIN[1:]
+            and kv_cache_dtype != str(dtype).removeprefix("torch."),
             **{name: value not in (None, False, -1) for name, value in others.items()},
         }
         for what in [what for what, there in refused.items() if there]:
@@ -192,7 +195,7 @@ class Attention(AttentionImpl[Step]):
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.kv_cache_dtype, self.num_kv_heads = kv_cache_dtype, num_kv_heads or num_heads
-        self.format = FORMATS.get(kv_cache_dtype) or plain(torch.get_default_dtype())
+        self.format = FORMATS.get(kv_cache_dtype) or plain(dtype)
         self.scores = Scores(scale, sliding_window, sinks=sinks)
         self.format.check(head_size)
         if self.format.loss:

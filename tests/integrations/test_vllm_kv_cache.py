@@ -70,6 +70,7 @@ def test_pages_have_room_for_what_the_format_keeps(name):
     ({"kv_sharing_target_layer_name": "layers.1"}, "share K and V"),
     ({"chunk_lookback": 3}, "chunk_lookback"),
     ({"head_size": 256}, "at most 128 channels"),
+    ({"kv_cache_dtype": "bfloat16"}, r"kv_cache_dtype='bfloat16' of a model in torch.float32"),
     ({"head_size": 33}, "2 channels in a byte"),
 ])  # fmt: skip
 def test_what_is_refused(monkeypatch, given, message):
