@@ -49,6 +49,15 @@ COLUMNS = (
 
 
 def main() -> None:
+    args = arguments().parse_args()
+    if args.case == "marlin":
+        os.environ["VLLM_DISABLED_KERNELS"] = NOT_MARLIN
+    with tempfile.TemporaryDirectory() as scratch:
+        work = compare if args.check else reload if args.reload else measure
+        work(args, args.folder or Path(scratch))
+
+
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("case")
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
@@ -70,12 +79,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--commit", default="", help="what is measured, for the rows")
     parser.add_argument("--out", type=Path, help="a CSV file that rows are added to")
-    args = parser.parse_args()
-    if args.case == "marlin":
-        os.environ["VLLM_DISABLED_KERNELS"] = NOT_MARLIN
-    with tempfile.TemporaryDirectory() as scratch:
-        work = compare if args.check else reload if args.reload else measure
-        work(args, args.folder or Path(scratch))
+    return parser
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
@@ -263,7 +267,7 @@ def engine(args: argparse.Namespace, path: Path, batches: list[int]) -> Any:
     """vLLM with a model."""
     import vllm
 
-    sizes = sorted({size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= max(batches)})
+    sizes = sorted(batches)  # others run in the next larger one's graph
     sizes += numbers(args.graphs) if args.graphs else []
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
     options: dict[str, Any] = {"compilation_config": compilation}

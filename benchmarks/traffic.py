@@ -99,10 +99,9 @@ class Vllm:
         import in_vllm
         import vllm
 
-        named = argparse.Namespace(
-            case=args.case, model=MODEL, layers=None, head=None, reload=False
+        path = in_vllm.checkpoint(
+            in_vllm.arguments().parse_args([args.case, "--model", MODEL]), Path(tempfile.mkdtemp())
         )
-        path = in_vllm.checkpoint(named, Path(tempfile.mkdtemp()))
         more: dict[str, Any] = {"load_format": "dummy"} if args.case in ("bf16", "fp8") else {}
         more |= {"quantization": "fp8"} if args.case == "fp8" else {}
         self.vllm = vllm
