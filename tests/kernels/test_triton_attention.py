@@ -158,6 +158,26 @@ def test_attend(
     assert want.abs().max() > 3 * eps * bound
 
 
+@pytest.mark.parametrize("kind", ["model", "dynamic", "int4"])
+def test_a_window_of_131072_tokens(kind: str) -> None:
+    """Bit for bit that of a short text with the same keys; two tokens, of which one is a draft."""
+    cache, q = make_cache(2, 32, kind, DTYPES[0]), random(2, 4, 32, dtype=DTYPES[0])
+    fill(cache)
+    contexts, before = torch.tensor([127, 128]), 131072 - 128
+    tables = torch.randperm(BLOCKS)[: 128 // BLOCK].expand(2, -1)
+    far = torch.cat([torch.full((2, before // BLOCK), BLOCKS - 1), tables], 1)
+    starts, owners = torch.arange(3), torch.zeros(2)
+    out = [
+        kernels.attend(
+            q, cache, t.to(DEVICE, torch.int32), c.to(DEVICE, torch.int32),
+            starts.to(DEVICE, torch.int32), 1, 0.3, 64, 2, owners=owners.to(DEVICE, torch.int32),
+        )
+        for t, c in ((tables, contexts), (far, contexts + before))
+    ]  # fmt: skip
+    assert torch.equal(*out)
+    assert out[0].abs().max() > 0.1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("made", "counts"),
