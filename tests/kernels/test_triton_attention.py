@@ -110,6 +110,7 @@ CASES = [  # queries, contexts (single tokens first)
     ([1, 1, 1], [1, 70, 130]),
     ([1], [100]),
     ([1, 5, 20], [9, 5, 83]),
+    ([1, 3, 2, 8], [30, 70, 2, 20]),  # a few of each, whose programs share contexts, too
     ([1] * 8, [1, 68, 69, 70, 71, 72, 33, 34]),  # with drafts
     ([40], [40]),
 ]
@@ -155,6 +156,9 @@ def test_attend(
         kind, 3.8
     )
     assert (got.float() - want).abs().max() <= eps * bound
+    if 1 < max(queries) <= kernels.TOGETHER:
+        got = FAMILY.attend(q, cache, batch, scores)  # single tokens apart
+        assert (got.float() - want).abs().max() <= eps * bound
     assert want.abs().max() > 3 * eps * bound
 
 
@@ -309,7 +313,7 @@ POINTERS = {"tables": "*i32", "contexts": "*i32", "starts": "*i32", "positions":
             "K_STRIDE": "i32", "V_STRIDE": "i32", "SCALE": "fp32", "EPS": "fp32", "K": "i32",
             "N": "i32", "X_STRIDE": "i32", "OTHER_STRIDE": "i32", "GATE_STRIDE": "i32",
             "UP_STRIDE": "i32", "BATCH": "i32", "SPLITS": "i32", "PARTS": "i32", "pairs": "*i32",
-            "owners": "*i32", "V": "i32",
+            "owners": "*i32", "V": "i32", "FIRST": "i32",
             "best": "*i32", "tokens": "*i32", "keys": "*i32", "temperature": "*fp32",
             "least": "*fp32", "largest": "*fp32", "most": "*fp32", "ROWS": "i32"}  # fmt: skip
 SIZES = {"KV_HEADS": 8, "D": 128, "BLOCK": 16, "HEADS": 32, "HALF": 64, "GROUP": 4, "TOKENS": 64,

@@ -134,7 +134,8 @@ def _attend(
     SEQUENCES: 0 where each sequence has one query; `share` says which go together, and which part
     of PARTS a program has. Else tiles are numbered through all BATCH <= SEQUENCES sequences, and
     the last ones, which see most, go first. Programs beyond the last tile do nothing, so the grid
-    depends on no sequence's length. out: of parts of contexts, in fp32, if there are sums.
+    depends on no sequence's length; every part of a query is written. out: of parts of contexts, in
+    fp32, if there are sums.
     """
     launch_next(PDL)
     K_SIZE: tl.constexpr = D // 2 if K_KIND == "int4" else D
@@ -164,10 +165,10 @@ def _attend(
         if WINDOW > 0:
             begin = tl.maximum(context - count + tile * ROWS // GROUP - WINDOW + 1, 0)
             begin = begin // TOKENS * TOKENS
-        each = last - begin
+        each = tl.cdiv(tl.cdiv(last - begin, TOKENS), tl.num_programs(2)) * TOKENS
     low = begin + split * each
     high = tl.minimum(low + each, last)
-    if (tile * ROWS < count * GROUP) & ((sums is None) | (low < high)):
+    if (tile * ROWS < count * GROUP) & ((sums is None) | (SEQUENCES > 0) | (low < high)):
         table = tables + seq.to(tl.int64) * TABLE_STRIDE
         ahead = pages(table, low, high, BLOCK, TOKENS)
         if PDL:  # K and V come from memory while the previous kernel ends
@@ -260,23 +261,26 @@ def _attend(
         after_previous(PDL)
 
 
-@triton.jit(do_not_specialize=["BATCH", "SPLITS", "PARTS"])
+@triton.jit(do_not_specialize=["FIRST", "BATCH", "SPLITS", "PARTS"])
 def _combine(
-    parts, sums, maxima, contexts, owners, sinks, out, HEADS, BATCH, SPLITS, PARTS,
+    parts, sums, maxima, contexts, owners, sinks, out, FIRST, HEADS, BATCH, SPLITS, PARTS,
     D: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
     EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: the sum of its parts, each by its share of the probabilities.
 
-    MOST: the power of two from PARTS on, of which those have parts that had keys.
+    FIRST: the first head of all tokens. MOST: the power of two from PARTS on, of which those have
+    parts that had keys. contexts: of single queries; None: all parts are there.
     """
     launch_next(PDL)
-    head = tl.program_id(0).to(tl.int64)
-    _, _, context, begin, each = share(
-        owners, contexts, tl.program_id(0) // HEADS, BATCH, SPLITS, PARTS, WINDOW, TOKENS, EACH
-    )
+    head = tl.program_id(0).to(tl.int64) + FIRST
     s, d = tl.arange(0, MOST), tl.arange(0, D)
-    at, there = head * PARTS + s, begin + s * each < context
+    at, there = head * PARTS + s, s < PARTS
+    if contexts is not None:
+        _, _, context, begin, each = share(
+            owners, contexts, tl.program_id(0) // HEADS, BATCH, SPLITS, PARTS, WINDOW, TOKENS, EACH
+        )
+        there = begin + s * each < context
     after_previous(PDL)
     most = tl.load(maxima + at, there, other=float("-inf"))
     base = tl.max(most, 0)
@@ -328,16 +332,18 @@ def attend(
     tile: Tile | None = None,
     sinks: Tensor | None = None,
     owners: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Causal attention of queries (T, heads, D) over the cache; `out` (T, heads, D), if given.
 
     tables (B, blocks) and contexts (B,): int32, each sequence's blocks, and tokens in them.
     starts (B + 1,) int32: where each sequence's queries begin in T; they are the last tokens of its
     context. longest: the most queries of one sequence. splits: programs that share the context of
-    a single query; by default as many as fill the GPU. sinks (heads,): scores of one more key of
+    a query, or a few; by default as many as fill the GPU. sinks (heads,): scores of one more key of
     each head, whose value is zero. owners (B,) int32: of single queries, the first that has the
     same blocks; those that have lie side by side, each sees a token more than the one before, and
-    some of them go through K and V together. None: all have blocks of their own.
+    some of them go through K and V together. None: all have blocks of their own. first: of the
+    queries, the first that belongs to a sequence.
     """
     _, kv_heads, block, _ = cache.k.shape
     (_, heads, dim), batch = q.shape, len(tables)
@@ -353,12 +359,12 @@ def attend(
         shared_memory(q.device),
     )  # fmt: skip
     rows = tile.rows
-    if longest > 1:
+    if longest > TOGETHER:
         splits = 1
     elif splits is None:
         keys = len(cache.k) * block  # of the longest text that fits
         keys = min(keys, window + tile.tokens) if window else keys
-        enough = at_once(tile, head_bytes(cache), each * group, q.device)
+        enough = at_once(tile, head_bytes(cache), max(longest, each) * group, q.device)
         splits = choose_splits(batch * kv_heads, enough, -(-keys // tile.tokens))
     out = torch.empty_like(q) if out is None else out
     most = min(MOST_SPLITS, splits * each)  # parts of a query: rows of a text share their programs
@@ -390,10 +396,11 @@ def attend(
             num_warps=tile.warps, num_stages=tile.stages, **kinds(cache), **overlap(q.device),
         )  # fmt: skip
     if most > 1:
-        _combine[(q.shape[0] * heads,)](
-            parts, sums, maxima, contexts, owners, sinks, out, heads, batch, splits, most, D=dim,
-            WINDOW=window or 0, TOKENS=tile.tokens, MOST=next_power_of_2(most), EACH=each,
-            num_warps=4, **overlap(q.device),
+        _combine[((len(q) - first) * heads,)](
+            parts, sums, maxima, contexts if longest == 1 else None, owners, sinks, out,
+            first * heads, heads, batch, splits, most, D=dim, WINDOW=window or 0,
+            TOKENS=tile.tokens, MOST=next_power_of_2(most), EACH=each, num_warps=4,
+            **overlap(q.device),
         )  # fmt: skip
     return out
 

@@ -111,7 +111,7 @@ class Triton(Family):
         if batch.whole and scores.window is None and scores.sinks is None:
             prompts(q, cache, batch, scores, out)
         elif len(batch.queries) > n:
-            attention.attend(q, cache, *batch.several, *how, out=out, sinks=sinks)
+            attention.attend(q, cache, *batch.several, *how, out=out, sinks=sinks, first=n)
         return out
 
     def recur(
