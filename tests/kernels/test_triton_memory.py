@@ -71,16 +71,17 @@ def attend(architecture: int, kind: str, dim: int, tile: Tile) -> Job:
     kinds: dict[str, Any] = {
         "q": "*bf16", "k_cache": DTYPES[kind], "v_cache": DTYPES[kind], "k_scale": SCALES[kind],
         "v_scale": SCALES[kind], "tables": "*i32", "contexts": "*i32", "out": "*bf16",
-        "TABLE_STRIDE": "i32", "SCALE": "fp32", "sums": None, "maxima": None, "sinks": None,
+        "TABLE_STRIDE": "i32", "BATCH": "i32", "PARTS": "i32", "SCALE": "fp32", "sums": "*fp32",
+        "maxima": "*fp32", "owners": "*i32", "sinks": None,
     }  # fmt: skip
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK": 16, "WINDOW": 0, "K_KIND": kind,
         "V_KIND": kind, "GROUPS": max(1, dim // 128) if kind == "int4" else 1,
         "TOKENS": tile.tokens, "PDL": False, "K_STEP": 16 * dim, "V_STEP": 16 * dim,
-        "K_GRID": 64, "V_GRID": 64,
+        "K_GRID": 64, "V_GRID": 64, "EACH": 4,
     } | {name: None for name, type in kinds.items() if type is None}  # fmt: skip
     if not single:
-        kinds |= {"starts": "*i32", "BATCH": "i32"}
+        kinds["starts"] = "*i32"
         constants |= {"ROWS": tile.rows, "SEQUENCES": 0 if tile.rows < 128 else 64}
     name = "attention_int8._attend_int8" if single else "attention._attend"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
