@@ -50,7 +50,7 @@ class Rows:
     unused sequences have context 0 and nobody's row of states. single: the most sequences with one
     token. prompts: the most others. width: blocks of the longest sequence. exact: whether sequences
     with one token take two rows of a step that reads prompts. recurrent: whether prompts go through
-    recurrences. drafts: whether tokens may be drafted.
+    recurrences. drafts: whether some tokens are drafted.
     """
 
     def __init__(
@@ -211,14 +211,21 @@ class StepGraphs:
         self.model, self.states = model, states
         self.sizes = [size for size in SIZES if size < largest and not steady] + [largest]
         device = model.embed_tokens.device
-        self.written = Rows(self.sizes, largest, 0, width, block_size, device, drafts=drafts)
+        self.written = Rows(self.sizes, largest, 0, width, block_size, device)
+        # Kernels that take a text's tokens together are slower where most texts have a single one.
+        # From so many of each on they pay, on an H200.
+        kinds = {state.kinds[0] for state in states if isinstance(state, LayerCache)}
+        self.together, self.drafted = 2 if kinds <= {"model"} else 3, None
+        if drafts and kinds - {"int4"}:  # whose tokens go one by one
+            few = [size for size in self.sizes if size > 1] or self.sizes
+            self.drafted = Rows(few, largest, 0, width, block_size, device, drafts=True)
         self.prompts = None
         if prompts:
             short = min(width, LONGEST // block_size) if device.type == "cuda" else width
             single = min(MOST_SINGLE, largest)
             self.prompts = Rows(
                 prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers,
-                model.recurrent, drafts,
+                model.recurrent,
             )  # fmt: skip
         self.heads: dict[int, tuple[Repeated, Tensor]] = {}  # recorded, and what they read
         self.pool: Any = None
@@ -232,7 +239,7 @@ class StepGraphs:
     def replace(self, model: Decoder) -> None:
         """Go on with another model; what was captured knows the old one's memory."""
         self.model, prepared = model, bool(self.heads)
-        for rows in filter(None, (self.written, self.prompts)):
+        for rows in filter(None, (self.written, self.drafted, self.prompts)):
             rows.graphs.clear()
         self.heads.clear()
         self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
@@ -323,8 +330,8 @@ class StepGraphs:
 
     def _todo(self) -> list[tuple[Rows, int]]:
         """All graphs, the largest first."""
-        both = filter(None, (self.prompts, self.written))
-        todo = [(rows, size) for rows in both for size in rows.sizes]
+        every = filter(None, (self.prompts, self.written, self.drafted))
+        todo = [(rows, size) for rows in every for size in rows.sizes]
         return sorted(todo, key=lambda pair: -pair[1])
 
     def _prompts_of(self, size: int, rows: Rows, first: int = 0) -> list[Scheduled]:
@@ -376,7 +383,9 @@ class StepGraphs:
 
         tokens (B,): on the device, if the host does not know them yet; negative ones run as 0.
         """
-        return self._run(scheduled, self.written, tokens)
+        many = rows_of(scheduled) >= self.together * len(scheduled)
+        drafted = self.drafted if many else None
+        return self._run(scheduled, drafted or self.written, tokens)
 
     def hidden(self, scheduled: list[Scheduled]) -> Tensor:
         """Hidden states (T, hidden) of a step that reads prompts, valid until the next one."""

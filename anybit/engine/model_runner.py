@@ -100,7 +100,9 @@ class ModelRunner:
             if model.recurrent:  # a graph knows no pieces that scans cut texts into
                 reads, tokens = reads and model.ragged, min(tokens, SEQUENTIAL)
             sizes = (prompt_sizes(tokens) if self.overlaps else RECORDED) if reads else ()
-            self.graphs = StepGraphs(model, self.states, size, graphs, width, steady, sizes, drafts)
+            self.graphs = StepGraphs(
+                model, self.states, size, graphs, width, steady, sizes, drafts and self.overlaps
+            )
         self.rows = graphs if self.graphs else 1
 
     @torch.inference_mode()

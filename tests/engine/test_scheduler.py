@@ -91,7 +91,7 @@ def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
     runner = LLM(PICO, length=64, max_running=4).engine.runner
     runner.model.length = length
     graphs = StepGraphs(
-        runner.model, runner.states, 16, 4, -(-length // 16), prompts=(16, 64, 512)
+        runner.model, runner.states, 16, 4, -(-length // 16), prompts=(16, 64, 512), drafts=True
     )  # fmt: skip
     assert graphs.prompts is not None
     for size in graphs.prompts.sizes:
@@ -101,6 +101,12 @@ def test_steps_are_timed_with_prompts_of_their_length(length: int) -> None:
         assert max(s.tokens for s in step) == min(size, length)
         assert sum(s.tokens for s in step) >= size - 1
         assert all(0 <= b < len(runner.states[0].k) for s in step for b in s.seq.blocks)
+    runs = []
+    graphs._run = lambda scheduled, rows, tokens: runs.append(rows)
+    one, two = (Scheduled(text("a", 3), 2, 1, True, draft) for draft in ((), (5,)))
+    for scheduled in ([one], [two], [two, one]):  # kernels for drafts pay from two of each text on
+        graphs.logits(scheduled)
+    assert runs == [graphs.written, graphs.drafted, graphs.written]
 
 
 def test_rows_know_whose_drafts_they_are() -> None:

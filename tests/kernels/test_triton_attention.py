@@ -344,7 +344,7 @@ KERNELS = [  # arch, name, kind of cache, constants, warps
     (90, "_attend", "int4", {"ROWS": 32, "WINDOW": 64, "SEQUENCES": 0}, 4),
     (90, "_attend_int8", "dynamic", {"WINDOW": 64}, 2),
     (90, "_attend_int8", "int4", {"WINDOW": 64}, 2),
-    (90, "_attend_int8", "int4", DRAFTS, 2),
+    (90, "_attend_int8", "dynamic", DRAFTS, 2),
     (80, "_attend_int8", "k8v4", DRAFTS | {"GROUPS": 2}, 2),
     (90, "_attend", "model", DRAFTS | {"ROWS": 16, "SEQUENCES": 0}, 2),
     (90, "_attend", "k8v4", {"D": 256, "GROUPS": 4, "ROWS": 128} | WHOLE, 8),

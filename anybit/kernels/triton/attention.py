@@ -41,6 +41,7 @@ MOST_PROMPTS = 64  # sequences of a step with several queries, for which the ker
 LEAST_TOKENS = 32  # what the int8 matrix unit multiplies at a time
 FEW_ROWS, LEAST_ROWS = 32, 16
 TOGETHER = 8  # tokens of a text that a program takes at most
+LEAST_DRAFTED = 8  # rows of a step, for int8's drafts to go together; measured on an H200
 # A multiprocessor reads as fast as it can with so many bytes on their way, or so many warps of
 # programs that wait and multiply by turns: by heads of a program, up to 4, 8 and more, those that
 # have registers. More programs than run at once take longer.
@@ -350,7 +351,9 @@ def attend(
     group = heads // kv_heads
     tables = tables.long() if is_wide(cache) else tables
     single = longest == 1 and attention_int8.suits(group, cache)
-    each = 1 if owners is None or longest > 1 else together(group, single)
+    each = 1
+    if owners is not None and longest == 1:
+        each = together(cache.kinds[0], group, single, batch)
     owners = owners if each > 1 else None
     rows = max(LEAST_ROWS, min(128, next_power_of_2(max(longest, each * (not single)) * group)))
     tile = tile or tile_of(cache.kinds[0], rows)
@@ -405,8 +408,15 @@ def attend(
     return out
 
 
-def together(group: int, single: bool) -> int:
-    """Tokens of a text that a program takes, by the heads of each; single: by `_attend_int8`."""
+def together(kind: str | None, group: int, single: bool, rows: int) -> int:
+    """Tokens of a text that a program takes, of so many rows.
+
+    kind: of K. group: query heads of a K head. single: whether `_attend_int8` takes them, for which
+    a wide tile costs more than reading again what lies in the L2, where codes have to be unpacked
+    or few programs run.
+    """
+    if single and (kind == "int4" or rows < LEAST_DRAFTED):
+        return 1
     heads = attention_int8.MOST_COLUMNS if single else FEW_ROWS
     return 1 << max(1, min(TOGETHER, heads // group)).bit_length() - 1
 
