@@ -185,11 +185,13 @@ def one_by_one(
 ) -> Tensor:
     """Each expert for the tokens that chose it.
 
-    Finding them waits for the device, which a CUDA graph cannot: while one is captured, every
-    expert sees every token, and those that did not choose it count nothing.
+    Finding them waits for the device, which neither a CUDA graph nor a compiled one can: there
+    every expert sees every token, and those that did not choose it count nothing.
     """
     out = x.new_zeros(x.shape, dtype=torch.float32)
-    everyone = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    everyone = torch.compiler.is_compiling() or (
+        x.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
     for expert in range(w13.count):
         hit = ids == expert
         share = torch.where(hit, weights.float(), 0).sum(1, keepdim=True)

@@ -339,11 +339,13 @@ class AtOnce(Apart):
 
 
 def test_experts_at_once_are_experts_one_by_one():
-    """Tokens sorted by expert; -1 is another rank's, and expert 2 has none."""
+    """Tokens sorted by expert, or as a compiled graph; -1 is another rank's, expert 2 has none."""
     x, up, down = torch.randn(9, 16), Squared(24, 16), Squared(16, 24)
     ids = torch.tensor([[0, 1], [1, 3], [-1, 0], [-1, -1], [3, 1], [3, 0], [0, 3], [1, -1], [0, 1]])
     weights = torch.rand(9, 2)
-    got = [f(x, weights, ids, up, down, torch.relu) for f in (all_experts, one_by_one)]
+    whole = torch.compile(one_by_one, fullgraph=True, backend="eager")
+    ways = all_experts, one_by_one, whole
+    got = [way(x, weights, ids, up, down, torch.relu) for way in ways]
     wanted = torch.zeros(9, 16)
     for token in range(9):
         for at in range(2):
