@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
+from vllm.lora.utils import is_in_target_modules
 from vllm.model_executor.layers.fused_moe.activation import (
     ApplyMoEActivationConfig,
     apply_moe_activation,
@@ -57,12 +58,26 @@ def method_for(config: "AnybitConfig", layer: Any, prefix: str) -> "AnybitMoEMet
         if projection is not None
     }
     schemes = {at: config.scheme(name) for at, name in names.items()}
-    if any(config.names.get(name, name) in config.coded for name in names.values()):
+    coded = any(config.names.get(name, name) in config.coded for name in names.values())
+    if coded or any(schemes.values()):
+        check_adapters(prefix)
+    if coded:
         source = config.layers_of_others()
         return StoredExperts(layer.moe_config, names, schemes, config.backend, source)
     if any(schemes.values()):
         return OnLoadExperts(layer.moe_config, names, schemes, config.backend)
     return None
+
+
+def check_adapters(prefix: str) -> None:
+    """Raise Unsupported where vLLM would put adapters on these experts: it has some for its own."""
+    config = get_current_vllm_config_or_none()
+    lora = None if config is None else config.lora_config
+    if lora is not None and is_in_target_modules(prefix, lora.target_modules):
+        raise Unsupported(
+            f"{prefix}: vLLM has no adapters for experts in codes; name the layers that have some "
+            "(lora_target_modules=['qkv_proj', 'o_proj']), or keep the experts: None"
+        )
 
 
 class AnybitMoEMethod(FusedMoEMethodBase):
@@ -80,12 +95,6 @@ class AnybitMoEMethod(FusedMoEMethodBase):
         first = next(iter(names.values()))
         if moe.has_bias:
             raise InvalidInput(f"{first}: experts with a bias are not supported; keep them: None")
-        config = get_current_vllm_config_or_none()
-        if config is not None and config.lora_config is not None:
-            raise Unsupported(
-                f"{first}: vLLM has no adapters for experts in codes; keep them: None, or leave "
-                "enable_lora out"
-            )
         if moe.moe_parallel_config.use_all2all_kernels:
             raise InvalidInput(
                 f"{first}: experts behind vLLM's all-to-all kernels (data parallelism) are not "

@@ -74,11 +74,24 @@ def test_adapters(tmp_path, stored):
         assert tokens_of(llm, PROMPTS) == plain
 
 
-def test_adapters_beside_experts_are_refused(tmp_path, mixtral):
+def test_adapters_beside_experts(tmp_path, mixtral):
+    """They change the layers that are named; without names vLLM would want them on experts."""
     quantize_checkpoint(mixtral, tmp_path / "out", "int4:group=32")
-    refusal = pytest.raises(Unsupported, match="no adapters for experts in codes; keep them")
-    with refusal, engine(tmp_path / "out", enable_lora=True, max_lora_rank=RANK):
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
+    refusal = pytest.raises(Unsupported, match="no adapters for experts in codes; name the layers")
+    with refusal, engine(tmp_path / "out", **options):
         pass
+    model = dequantize_(anybit.load(tmp_path / "out", dtype=torch.float32)).eval()
+    plain = greedy(model)
+    with torch.no_grad():
+        for name, delta in adapter(model, tmp_path / "adapter", 1).items():
+            model.get_submodule(name).weight += delta
+    options["lora_target_modules"] = ["qkv_proj", "o_proj"]
+    with engine(tmp_path / "out", **options) as llm:
+        request = LoRARequest("a", 1, str(tmp_path / "adapter"))
+        got = tokens_of(llm, PROMPTS, lora_request=request)
+        assert got == greedy(model) != plain
+        assert tokens_of(llm, PROMPTS) == plain
 
 
 def changed(source, directory):
