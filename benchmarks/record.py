@@ -130,6 +130,7 @@ def compared(name: str, scheme: str, device: str, found: dict[str, Any]) -> tupl
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     if plan := plan_of(scheme):
         anybit.quantize_(model, plan, show_progress=False)
+        anybit.dequantize_(model)
     apart, regret = [], []
     for tokens, logprobs in zip(found["tokens"], found["logprobs"], strict=True):
         ids = torch.tensor([tokens], device=device)

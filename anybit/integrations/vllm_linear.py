@@ -378,8 +378,9 @@ class Receiver(Empty):
 class Foreign(Empty):
     """Stands for a tensor of another tool. The first one of a layer brings all of ours.
 
-    names: of the layers, one for each part of a merged layer, or one that is merged already.
-    receivers: of our tensors. seen: layers that are loaded, as all placeholders know them.
+    members: names of the layers, one for each part of a merged layer, or one that is merged already
+    (`names` of a tensor are torch's). receivers: of our tensors. seen: layers that are loaded, as
+    all placeholders know them.
     """
 
     def __new__(cls, *args: Any) -> "Foreign":
@@ -389,22 +390,22 @@ class Foreign(Empty):
         self,
         key: str,
         source: Source,
-        names: list[str],
+        members: list[str],
         receivers: Mapping[str, Receiver],
         seen: set[str],
         original: Callable[[str], StoredTensor] | None,
     ):
         super().__init__(self.data)
-        self.key, self.source, self.names = key, source, names
+        self.key, self.source, self.members = key, source, members
         self.receivers, self.seen = receivers, seen
-        self.original = original(key) if original is not None and source.has(names[0]) else None
+        self.original = original(key) if original is not None and source.has(members[0]) else None
 
     @property
     def output_dim(self) -> int | None:
         """Along which models may rearrange a layer that is merged in the checkpoint."""
         if self.original is None:
             return None
-        rows, shape = self.source.rows(self.names[0]), self.original.shape
+        rows, shape = self.source.rows(self.members[0]), self.original.shape
         return shape.index(rows) if rows in shape else None
 
     def load(self, param: "Foreign", loaded: Tensor, shard_id: Any = None) -> None:
