@@ -286,7 +286,12 @@ def convolved(
     if texts.size == 1:
         out = (whole.float() * weight.T.float()).sum(1, keepdim=True)
         return (out if bias is None else out + bias.float()).to(x.dtype), after
-    return F.conv1d(whole.mT, weight[:, None], bias, groups=len(weight)).mT, after
+    if x.dtype != torch.float32:
+        return F.conv1d(whole.mT, weight[:, None], bias, groups=len(weight)).mT, after
+    out = whole[:, : texts.size] * weight[:, 0]  # torch's own may multiply in TF32 on a GPU
+    for at, factor in enumerate(weight.T[1:].unbind(), 1):
+        out = torch.addcmul(out, whole[:, at : at + texts.size], factor)
+    return out if bias is None else out + bias, after
 
 
 def state_space(
