@@ -18,13 +18,14 @@ from anybit.engine.model_runner import ModelRunner, Runner, state_bytes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.mtp import Mtp
 from anybit.engine.mtp_draft import MtpDraft
-from anybit.engine.scheduler import Scheduler
+from anybit.engine.scheduler import MOST_PROMPTS, Scheduler
 from anybit.engine.speculation import Drafter, Speculation
 from anybit.engine.steady import SteadyScheduler
 from anybit.engine.structured import Grammars
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.kv.format import KvFormat, plain
 from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.scans import STATES
 from anybit.kernels.state import Room
 from anybit.nn.grouped import QuantExperts
 from anybit.nn.linear import QuantLinear
@@ -226,9 +227,7 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
         for room in (none, none._replace(blocks=1), none._replace(rows=1))
     )
     each, own = each - least, own - least
-    one = none._replace(rows=1, device=torch.device("meta"))
-    widest = max(layer.empty(one).nbytes for layer in model.memories) if own else 0
-    step += 3 * graph_rows(settings) * widest  # states of a layer on their way to new ones
+    step += max(states_bytes(m, settings, none) for m in models)
     free = cache_room(device, step if settings.kv_bytes is None else None)
     given = granted(free, least + 2 * (each + own), step, settings.kv_bytes, device)
     if given is None:
@@ -244,6 +243,22 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
     if each:
         blocks = counted(given - (1 + rows + kept) * own, each, 2, f"blocks of {size} tokens")
     return none._replace(blocks=blocks, rows=1 + rows + kept, kept=kept)
+
+
+def states_bytes(model: Decoder, settings: Settings, none: Room) -> int:
+    """What a step takes for states on their way to new ones, of one layer after the other.
+
+    Kernels change states in their rows; the definitions, which run prompts where there are kernels
+    and else all texts, hold some for each.
+    """
+    if not model.recurrent:
+        return 0
+    one = none._replace(rows=1, device=torch.device("meta"))
+    widest = max(memory.empty(one).nbytes for memory in model.memories)
+    if not model.ragged:
+        return 8 * max(graph_rows(settings), STATES) * widest
+    texts = MOST_PROMPTS + 1 if settings.draft is None else settings.max_running
+    return 5 * min(settings.max_running, texts) * widest
 
 
 def shared_rows(rows: int, most: int, settings: Settings, recurrent: bool) -> tuple[int, int]:

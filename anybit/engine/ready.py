@@ -28,6 +28,7 @@ REHEARSED = (
     )),
     (300, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)),
 )  # fmt: skip
+ALONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 def make_ready(engine: Engine, max_itl: float | None) -> None:
@@ -53,21 +54,33 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
         if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
             captured(drafter.runner.graphs)
     if runner.overlaps:
-        rehearse(engine)
+        rehearse(engine, runner.graphs)
     engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 
-def rehearse(engine: Engine) -> None:
+def rehearse(engine: Engine, graphs: StepGraphs) -> None:
     """Run what samples in other ways, or in no graph, for what that compiles."""
     scheduler, token = engine.scheduler, engine.vocabulary - 1
-    for at, (tokens, params) in enumerate(REHEARSED):
-        if tokens + 4 < engine.length:
+    largest = graphs.prompts.sizes[-1] if graphs.prompts else 0
+    alone = [(n, ALONE) for n in beyond(largest, min(scheduler.max_tokens, engine.length - 1))]
+    for at, (tokens, params) in enumerate([*REHEARSED, *alone]):
+        if tokens + (params.max_tokens or 0) <= engine.length:
             engine.add(f"ready-{at}", [token] * tokens, params)
             while engine.busy:
                 engine.step()
-    scheduler.blocks.forget()
+            scheduler.blocks.forget()  # the next one's beginning is the same
     scheduler.preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
     engine.stats = Stats()
+
+
+def beyond(largest: int, most: int) -> list[int]:
+    """Tokens of prompts, of up to `most`, that no graph takes: kernels differ by powers of two.
+
+    largest: tokens of the largest graph; 0: none reads prompts.
+    """
+    powers = [1 << i for i in range(9, most.bit_length())]
+    found = {most, *powers, *(power + 1 for power in powers)}
+    return [n for n in sorted(found) if largest < n <= most]
 
 
 def captured(graphs: StepGraphs) -> dict[int, float]:

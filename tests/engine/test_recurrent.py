@@ -1,27 +1,33 @@
 """Layers that keep states of texts: whatever shares their steps, texts stay what they are alone."""
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from anybit.engine import graphs, model_runner
+from anybit.engine import assemble, graphs, model_runner, ready
 from anybit.engine.engine import Engine
 from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner, state_bytes
 from anybit.engine.models.hosted import Hosted
-from anybit.engine.scheduler import Scheduled
+from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.between import Family, of
-from anybit.kernels.scans import CHUNK
-from anybit.kernels.state import Room, RowStates
+from anybit.kernels.kv.format import plain
+from anybit.kernels.recurrences import Convolution, StateSpace
+from anybit.kernels.scans import CHUNK, STATES, Singles, Texts
+from anybit.kernels.state import Recurrence, Room, RowStates
 from tests.engine.conftest import ARCHITECTURES, RECURRENT, prompts, random_model, reference
 from tests.engine.test_between import register
 from tests.engine.test_engine import (
@@ -179,6 +185,57 @@ def test_memory_is_counted_by_rows_and_blocks(checkpoint: Checkpoint) -> None:
     assert_same(whole.generate(prompts(9), GREEDY), free.generate(prompts(9), GREEDY))
 
 
+class Live(TorchDispatchMode):
+    """The most bytes that tensors take at once, of those that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), given: Any = None
+    ) -> Any:
+        out = function(*args, **(given or {}))
+        for tensor in filter(torch.is_tensor, out if isinstance(out, tuple | list) else [out]):
+            memory = tensor.untyped_storage()
+            if memory._cdata not in self.sizes:
+                self.sizes[memory._cdata] = memory.nbytes()
+                weakref.finalize(memory, self.sizes.pop, memory._cdata)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return out
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_memory_is_left_for_states_on_their_way(ragged: bool) -> None:
+    """Of texts whose prompts a step reads, however many are written; of all without kernels."""
+    meta, many = torch.device("meta"), 400
+    numbers = torch.zeros(1, 4, device=meta)
+    conv = Convolution(torch.zeros(8224, 4, device=meta), None)
+    scan = StateSpace(conv, numbers, numbers, numbers, 8, 4096)
+    memory = Recurrence(
+        (scan.conv.window, ((1, 4, 8, 4096), torch.float32)), ((1, torch.bfloat16),)
+    )
+    none = Room(0, 16, 0, plain(torch.bfloat16), meta)
+    state = memory.empty(none._replace(rows=1)).nbytes
+
+    def states(texts: int) -> float:
+        model = SimpleNamespace(recurrent=True, ragged=ragged, memories=[memory])
+        settings = SimpleNamespace(max_running=texts, draft=None)
+        return assemble.states_bytes(model, settings, none) / state  # type: ignore[arg-type]
+
+    texts, tokens = (MOST_PROMPTS + 1, 8) if ragged else (many, 1)
+    assert states(many) == (5 * texts if ragged else 8 * texts)
+    assert states(2) == (10 if ragged else 8 * STATES)
+    rows = memory.empty(none._replace(rows=texts + 1))
+    at = torch.zeros(texts, dtype=torch.int32, device=meta)
+    own = Singles(texts) if tokens == 1 else Texts.cut([tokens] * texts, {}, meta)
+    x = torch.zeros(texts * tokens, 8228, device=meta)
+    with Live() as live:
+        of(x).recur(scan, rows.states, x, own, at, at, at)
+    assert 3 * texts < live.peak / state < states(many)
+
+
 def test_a_cache_format_holds_k_and_v_alone(checkpoint: Checkpoint) -> None:
     llm = LLM(checkpoint("qwen3_5"), kv_cache="int8")
     rows, cache = llm.engine.runner.states
@@ -195,6 +252,26 @@ def test_a_text_longer_than_any_limit_of_the_model(checkpoint: Checkpoint) -> No
     prompt = prompts(1)[0] * 30
     (output,) = llm.generate([prompt[:550]], GREEDY)
     assert output.tokens == reference(model, prompt[:550], 9)
+
+
+def test_steps_that_no_graph_takes_run_before_requests(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, though the longer ones begin as the shorter ones do."""
+    llm = LLM(checkpoint("mamba2"), max_tokens=600)
+    runner, seen = llm.engine.runner, []
+    launch = runner.launch
+
+    def noted(scheduled: list[Scheduled], previous: Any = None) -> Any:
+        seen.append(sum(s.tokens for s in scheduled))
+        return launch(scheduled, previous)
+
+    monkeypatch.setattr(runner, "launch", noted)
+    ready.rehearse(llm.engine, runner.graphs)
+    assert {512, 513, 600} < set(seen)
+    assert not llm.engine.scheduler.blocks.known
+    assert ready.beyond(512, 2048) == [513, 1024, 1025, 2048]
+    assert ready.beyond(2048, 2048) == []
 
 
 def test_bad_input_is_refused_before_memory_is_taken(checkpoint: Checkpoint) -> None:
