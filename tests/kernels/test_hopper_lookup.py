@@ -129,7 +129,7 @@ def test_lookups_in_equal_shares(v: int, m: int, tile: Tile) -> None:
     Two K tiles, as so many tokens leave, call what comes next into the L2, nothing behind it.
     """
     torch.manual_seed(0)
-    packed, x = random_packed(codebook(v, m), 256, 384), torch.randn(20, 384).half()
+    packed, x = random_packed(codebook(v, m), 256, 1024), torch.randn(20, 1024).half()
     y = emulate_lookups(packed, x, None, replace(tile, stream_k=True), grid=3)
     assert error(y, x.double() @ operand_weight(packed, HALF).double().T) < 7e-4
 
