@@ -57,6 +57,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+ARCHITECTURES = {arch for arch, _ in HYBRIDS.values()}
+
 
 def keys(config: Any, arch: str) -> dict[str, Any]:
     """What an architecture has beside the usual metadata."""
@@ -169,15 +171,8 @@ def filed(name: str, w: Tensor, table: Any, config: Any, arch: str) -> Iterator[
                 theirs = f"{block}.{words}"
                 break
         else:
-            theirs = (
-                table.get_name(name.replace("model.layers", "backbone.layers"))
-                if (".mixer." in name)
-                else None
-            )
-            theirs = theirs or table.get_name(
-                name if ".mixer." not in name else name.replace("model.", "backbone.", 1),
-                try_suffixes=(".weight", ".bias"),
-            )
+            known = name.replace("model.", "backbone.", 1) if ".mixer." in name else name
+            theirs = table.get_name(known, try_suffixes=(".weight", ".bias"))
     assert theirs, name
     if "conv" in kind and w.dim() == 3:
         w = w[:, 0]

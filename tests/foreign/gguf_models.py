@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import anybit
 from anybit.checkpoint.foreign.ggml import TYPES, pack
 from anybit.checkpoint.foreign.gguf_families import SCALES
-from tests.foreign.gguf_hybrids import HYBRIDS, Filed
+from tests.foreign.gguf_hybrids import ARCHITECTURES, HYBRIDS, Filed
 from tests.foreign.gguf_hybrids import filed as hybrid
 from tests.foreign.gguf_hybrids import keys as hybrid_keys
 
@@ -138,11 +138,10 @@ def write(
         vocabulary(writer, tokens)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    how = hybrid if arch in ARCHITECTURES else plain
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        several = arch in {a for a, _ in HYBRIDS.values()}
-        how = hybrid if several else plain
         for theirs, file, put in how(name, parameter, table, config, arch):
             kind = next((k for p, k in kinds.items() if re.search(p, theirs)), "F32")
             kind = kind if file.dim() > 1 and "_inp" not in theirs else "F32"
@@ -262,7 +261,7 @@ def keys(config: Any, arch: str) -> dict[str, Any]:
             out[theirs] = getattr(config, own)
     if arch in ("gemma2", "gemma3", "phi3"):
         out["attention.sliding_window"] = config.sliding_window
-    if arch in {a for a, _ in HYBRIDS.values()}:
+    if arch in ARCHITECTURES:
         out |= hybrid_keys(config, arch) | {"vocab_size": config.vocab_size}
         if "attention.layer_norm_epsilon" in out:
             del out["attention.layer_norm_rms_epsilon"]

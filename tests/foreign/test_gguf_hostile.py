@@ -141,6 +141,10 @@ def test_metadata_that_fits_no_tensor_is_refused(
     [
         ("qwen3_5_text", {"ssm.time_step_rank": 3}, "3 heads of V and 2 of K"),
         ("qwen3_5_text", {"ssm.inner_size": 250}, "ssm.inner_size is 250, no multiple of 4"),
+        (
+            "qwen3_5_text", {"attention.recurrent_layers": [True]},
+            "has no attention.recurrent_layers for each layer",
+        ),
         ("qwen3_5_text", {"rope.dimension_sections": "x"}, "sections is no list of numbers"),
         ("jamba", {"attention.head_count_kv": [2, 2, 0, 2]}, "[0, 1, 3] (attn) do not lie equally"),
         ("jamba", {"ssm.state_size": 0}, "has no ssm.state_size in its metadata"),

@@ -96,7 +96,7 @@ def config_of(contents: Contents) -> dict[str, Any]:
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
     if family.hybrid or family.model_type in BIASED:
-        config["attention_bias"] = any(n.endswith("attn_q.bias") for n in contents.tensors)
+        config["attention_bias"] = own.has("attn_q.bias")
     if family.model_type in ("llama", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in contents.tensors
     if not config.get("sliding_window"):

@@ -34,6 +34,11 @@ class Order(NamedTuple):
     rows: Tensor | None = None
     columns: Tensor | None = None
 
+    @property
+    def same(self) -> bool:
+        """Whether all lies as in the model."""
+        return self.rows is None and self.columns is None
+
 
 # Tensors.
 
@@ -117,9 +122,7 @@ def settings(own: Own, family: Family) -> dict[str, Any]:
 
 def by_layer(own: Own, key: str) -> list[int]:
     """A number for each layer, of which all that are not 0 are the same: that is left in `own`."""
-    numbers = own.values.get(key)
-    if not isinstance(numbers, list) or len(numbers) < own.number("block_count", 0):
-        raise InvalidInput(f"{own.path}: has no {key} for each layer")
+    numbers = own.each_layer(key)
     own.values[key] = [n for n in numbers if n] or 0
     return numbers[: own.number("block_count")]
 
@@ -136,10 +139,9 @@ def delta(own: Own) -> dict[str, Any]:
     """Of Qwen3-Next and later: which layers attend, and the heads of the others."""
     layers = own.number("block_count", 0)
     interval = own.number("full_attention_interval", INTERVAL) or INTERVAL
-    own.known.add("attention.recurrent_layers")
-    found = own.values.get("attention.recurrent_layers")
-    if not isinstance(found, list) or len(found) < layers:
-        found = [(i + 1) % interval != 0 for i in range(layers)]
+    found = [(i + 1) % interval != 0 for i in range(layers)]
+    if (key := "attention.recurrent_layers") in own.values:
+        found = own.each_layer(key)
     k, v = own.number("ssm.group_count"), own.number("ssm.time_step_rank", 0)
     if v % k:
         raise InvalidInput(f"{own.path}: {v} heads of V and {k} of K in its metadata")
@@ -151,14 +153,14 @@ def delta(own: Own) -> dict[str, Any]:
 
 
 def mamba2(own: Own, heads: str, size: str) -> dict[str, Any]:
-    """Heads of Mamba 2, by their names in config.json."""
+    """Heads of Mamba 2, and the channels of each, by their names in config.json."""
     count = own.number("ssm.time_step_rank", 0)
     return {heads: count, size: divided(own, "ssm.inner_size", count)}
 
 
 def granite(own: Own) -> dict[str, Any]:
     """Of Granite 4: layers, heads, and whether anything rotates."""
-    heads, tensors = by_layer(own, "attention.head_count_kv"), own.contents.tensors
+    heads = by_layer(own, "attention.head_count_kv")
     rotated = own.flag("rope.scaling.finetuned", True)
     return mamba2(own, "mamba_n_heads", "mamba_d_head") | {
         "layer_types": ["attention" if n else "mamba" for n in heads],
@@ -166,23 +168,20 @@ def granite(own: Own) -> dict[str, Any]:
         "mamba_expand": divided(own, "ssm.inner_size", own.number("embedding_length", 0)),
         "num_local_experts": own.number("expert_count", 0),
         "num_experts_per_tok": own.number("expert_used_count", 0),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+        "mamba_conv_bias": own.has("ssm_conv1d.bias"),
     }
 
 
 def falcon(own: Own) -> dict[str, Any]:
     """Of Falcon-H1, whose multipliers are in the weights of a file."""
-    ones = {
-        "attention_in": 1.0, "attention_out": 1.0, "embedding": 1.0, "key": 1.0, "lm_head": 1.0,
-        "ssm_in": 1.0, "ssm_out": 1.0,
-    }  # fmt: skip
+    one = ("attention_in", "attention_out", "embedding", "key", "lm_head", "ssm_in", "ssm_out")
     return mamba2(own, "mamba_n_heads", "mamba_d_head") | {
-        **{f"{name}_multiplier": one for name, one in ones.items()},
+        **{f"{name}_multiplier": 1.0 for name in one},
         "ssm_multipliers": [1.0] * 5,
         "mlp_multipliers": [1.0] * 2,
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in own.contents.tensors,
+        "mamba_rms_norm": own.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
-        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in own.contents.tensors,
+        "mamba_conv_bias": own.has("ssm_conv1d.bias"),
     }
 
 
@@ -194,12 +193,12 @@ def nemotron(own: Own) -> dict[str, Any]:
         "attention" if a else ("moe" if experts else "mlp") if b else "mamba"
         for a, b in zip(heads, wide, strict=True)
     ]
-    tensors, epsilon = own.contents.tensors, own.number("attention.layer_norm_epsilon")
+    epsilon = own.number("attention.layer_norm_epsilon")
     if epsilon is not None:  # of the same norms, where llama.cpp does not find the other key
         own.values.setdefault("attention.layer_norm_rms_epsilon", epsilon)
     return mamba2(own, "mamba_num_heads", "mamba_head_dim") | {
         "layers_block_type": kinds,
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+        "use_conv_bias": own.has("ssm_conv1d.bias"),
         "moe_latent_size": own.number("moe_latent_size", 0) or None,
     }
 
@@ -208,15 +207,12 @@ def jamba(own: Own) -> dict[str, Any]:
     """Of Jamba: every how many layers one attends, or has experts."""
     heads, tensors = by_layer(own, "attention.head_count_kv"), own.contents.tensors
     routed = [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(len(heads))]
-    hidden = own.number("embedding_length", 0)
-    return (
-        periodic(own, "attn", [bool(n) for n in heads])
-        | periodic(own, "expert", routed)
-        | {
-            "mamba_expand": divided(own, "ssm.inner_size", hidden),
-            "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
-        }
-    )
+    return {
+        **periodic(own, "attn", [bool(n) for n in heads]),
+        **periodic(own, "expert", routed),
+        "mamba_expand": divided(own, "ssm.inner_size", own.number("embedding_length", 0)),
+        "mamba_conv_bias": own.has("ssm_conv1d.bias"),
+    }
 
 
 def periodic(own: Own, what: str, layers: list[bool]) -> dict[str, int]:

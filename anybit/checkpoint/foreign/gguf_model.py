@@ -87,16 +87,19 @@ class Made:
 def assembled(blocks: tuple[Block, ...], order: Order, dtype: torch.dtype, name: str) -> Tensor:
     """The numbers of parts of a tensor, in the model's order."""
     parts = [decoded(block.stored.read(), block.kind, dtype, name) for block in blocks]
-    numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
-    numbers = numbers if order.rows is None else numbers[order.rows]
+    numbers = joined(parts, order)
     return numbers if order.columns is None else numbers[:, order.columns]
+
+
+def joined(parts: list[Tensor], order: Order) -> Tensor:
+    """The rows of all parts, in the model's order."""
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows if order.rows is None else rows[order.rows]
 
 
 def in_order(blocks: tuple[Block, ...], order: Order) -> Tensor:
     """Blocks of a type, (N, bytes) uint8, in the model's order."""
-    kind, parts = TYPES[blocks[0].kind], [block.stored.read() for block in blocks]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    rows = rows if order.rows is None else rows[order.rows]
+    kind, rows = TYPES[blocks[0].kind], joined([block.stored.read() for block in blocks], order)
     if order.columns is None:
         return rows
     each = order.columns[:: kind.columns] // kind.columns
@@ -313,7 +316,7 @@ def placed(
             layers[layer] = linear(layer, blocks, shape, order)
             continue
         change = change_of(name, family)
-        if dense and len(blocks) == 1 and order == Order() and change is None:
+        if dense and len(blocks) == 1 and order.same and change is None:
             stored[name] = blocks[0].stored._replace(shape=shape)
         else:
             dtype = blocks[0].stored.torch_dtype if dense else getattr(torch, config["dtype"])

@@ -54,6 +54,18 @@ class Own:
             raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no boolean")
         return value
 
+    def has(self, end: str) -> bool:
+        """Whether some tensor's name ends like this."""
+        return any(name.endswith(end) for name in self.contents.tensors)
+
+    def each_layer(self, key: str) -> list[Any]:
+        """What a key says of every layer of the file; InvalidInput where it does not."""
+        self.known.add(key)
+        values, layers = self.values.get(key), self.contents.metadata[f"{self.arch}.block_count"]
+        if not isinstance(values, list) or len(values) != layers:
+            raise InvalidInput(f"{self.path}: has no {key} for each layer")
+        return values
+
     def layers(self) -> int:
         """Of the model; those that draft tokens are no part of it."""
         return int(self.number("block_count", 0) - self.number("nextn_predict_layers", 0))
