@@ -180,8 +180,7 @@ def write(
     row = (
         gpu, time.strftime("%Y-%m-%d", time.gmtime()), args.commit, case,
         args.head or "bf16", args.kv, args.ranks, what, batch, context or args.context,
-        f"{value:.5g}", unit,
-        vllm.__version__, torch.__version__,
+        f"{value:.5g}", unit, vllm.__version__, torch.__version__,
     )  # fmt: skip
     print("ROW", *row[3:12], flush=True)
     if args.out:
@@ -338,8 +337,8 @@ def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
     if (out / "config.json").exists():
         return out
     out.mkdir(parents=True, exist_ok=True)
-    more = {"dtype": "bfloat16", "max_position_embeddings": positions(args)}
-    settings = config.to_dict() | more
+    config.max_position_embeddings = positions(args)
+    settings = config.to_dict() | {"dtype": "bfloat16"}
     (out / "generation_config.json").write_text("{}")
     if case not in ("bf16", "fp8"):
         plan = {"*": case, "lm_head": args.head}

@@ -53,6 +53,8 @@ def reinforced(rounding: bool) -> list[float]:
         answers = [[each.tokens for each in text.completions] for text in texts]
         rewards = torch.tensor([[reward(answer) for answer in group] for group in answers])
         found.append(float(rewards.mean()))
+        if step == STEPS:
+            break
         for prompt, group, given in zip(prompts, answers, rewards, strict=True):
             loss(model, prompt, group, given).backward()
         optimizer.step()
