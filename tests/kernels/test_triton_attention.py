@@ -306,7 +306,7 @@ def test_what_is_left_to_torch(
     k = torch.empty(shape, dtype=dtype, device="meta")
     format = KV_FORMATS["int4"] if dtype == torch.uint8 else plain(dtype)
     cache = LayerCache(format, k, k)
-    assert kernels.is_wide(cache) == (shape[0] > 9)
+    assert kernels.is_wide(cache, kernels.kinds(cache)) == (shape[0] > 9)
     found = kernels.refuse(cache)
     assert found is None if reason is None else reason in str(found)
 

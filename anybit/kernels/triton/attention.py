@@ -9,8 +9,9 @@ of them. For a single token the context is split over programs whose parts `comb
 and nothing waits for the device, so a CUDA graph can hold all of it.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -317,9 +318,8 @@ def refuse(cache: LayerCache) -> str | None:
     return None
 
 
-def is_wide(cache: LayerCache) -> bool:
-    """Whether 32 bits do not hold places in a cache, as `rows_of` counts them."""
-    steps = kinds(cache)
+def is_wide(cache: LayerCache, steps: Mapping[str, Any]) -> bool:
+    """Whether 32 bits hold no places of a cache, as `rows_of` counts them. steps: its `kinds`."""
     step = max(steps["K_STEP"] // cache.k.shape[3], steps["K_GRID"], steps["V_GRID"])
     return cache.k.shape[:2].numel() * step >= 2**31
 
@@ -354,7 +354,8 @@ def attend(
     _, kv_heads, block, _ = cache.k.shape
     (_, heads, dim), batch = q.shape, len(tables)
     group = heads // kv_heads
-    tables = tables.long() if is_wide(cache) else tables
+    steps = kinds(cache)
+    tables = tables.long() if is_wide(cache, steps) else tables
     single = longest == 1 and attention_int8.suits(group, cache)
     each = 1
     if owners is not None and longest == 1:
@@ -387,7 +388,7 @@ def attend(
             sinks if most == 1 else None, tables.stride(0), batch, most,
             scale * 1.4426950408889634,
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0, EACH=each,
-            TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **kinds(cache),
+            TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **steps,
             **overlap(q.device),
         )  # fmt: skip
     else:
@@ -401,7 +402,7 @@ def attend(
             KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0, EACH=each,
             ROWS=rows, TOKENS=tile.tokens,
             SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
-            num_warps=tile.warps, num_stages=tile.stages, **kinds(cache), **overlap(q.device),
+            num_warps=tile.warps, num_stages=tile.stages, **steps, **overlap(q.device),
         )  # fmt: skip
     if most > 1:
         _combine[((len(q) - first) * heads,)](
