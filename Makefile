@@ -106,7 +106,7 @@ LOWEST := tests/test_cli.py tests/test_formats.py tests/test_multiplier.py tests
 	tests/kernels/test_native.py
 
 # The tools of these tests; others of `dev` want newer packages than users need.
-TOOLS := compressed-tensors hypothesis ml_dtypes openai psutil pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
+TOOLS := compressed-tensors hypothesis ml_dtypes openai pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
 
 test-lowest: $(UV)  ## Run the users' tests with the oldest versions that are declared (an environment of its own, 6 GB).
 	@echo "== setting up .venv-lowest"

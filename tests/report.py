@@ -13,7 +13,7 @@ class Report:
     """A plugin of pytest; with pytest-xdist, one in each worker and one that collects.
 
     Attributes:
-        spent: Seconds of CPU time of every file, and of the processes that its tests have waited for.
+        spent: Seconds of CPU time of every file, with processes that its tests waited for.
     """
 
     def __init__(self, config: pytest.Config):
