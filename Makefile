@@ -63,10 +63,13 @@ test-models: .venv/.installed  ## Try every architecture of transformers (minute
 	@$(BIN)/python -m tests.models.sweep
 
 # Engine and server take a GPU by themselves. Other tests that launch kernels on one ask for
-# ANYBIT_TEST_DEVICE, which some read from conftest.py.
-test-gpu:  ## Run the tests that use a GPU on that of this machine, with the python in PATH.
+# ANYBIT_TEST_DEVICE, which some read from conftest.py. With worksteal a file's tests stay together, and
+# what one has compiled serves the next. FAST=1 takes tests by their names: of drafts, of graphs, and
+# those in which every backend reads a weight back.
+test-gpu:  ## Run the tests that use a GPU on that of this machine, with the python in PATH; FAST=1: a tenth of them.
 	@ANYBIT_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
-		--numprocesses 8 tests/engine tests/serve \
+		--numprocesses auto --maxprocesses 16 --dist worksteal \
+		$(if $(FAST),-k 'draft or guess or graph or one_hot or reads_weights or this_gpu') tests/engine tests/serve \
 		$$(grep -lwE 'ANYBIT_TEST_DEVICE|import DEVICE' tests/test_*.py tests/kernels/test_*.py)
 
 test-emulated: .venv/.installed  ## Try every kernel, for all architectures, and every pair of parameters (over an hour).
@@ -106,7 +109,7 @@ LOWEST := tests/test_cli.py tests/test_formats.py tests/test_multiplier.py tests
 	tests/kernels/test_native.py
 
 # The tools of these tests; others of `dev` want newer packages than users need.
-TOOLS := compressed-tensors httpx hypothesis ml_dtypes openai psutil pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
+TOOLS := compressed-tensors hypothesis ml_dtypes openai pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
 
 test-lowest: $(UV)  ## Run the users' tests with the oldest versions that are declared (an environment of its own, 6 GB).
 	@echo "== setting up .venv-lowest"

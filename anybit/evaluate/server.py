@@ -50,9 +50,9 @@ class Server:
 
         Raises ConnectionError where there is no server, InvalidInput for what it refuses.
         """
-        import httpx
-
         with reached(self.url):
+            import httpx
+
             got = httpx.request(
                 method, self.url + path, json=body, headers=self.headers, timeout=600
             )

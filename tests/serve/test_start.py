@@ -5,7 +5,6 @@ import logging
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -16,7 +15,7 @@ from anybit.cli.app import app as cli
 from anybit.engine.llm import LLM
 from anybit.serve.run import bind
 from anybit.serve.server import Settings
-from tests.serve.conftest import Live
+from tests.serve.conftest import Live, wait_for
 from tests.serve.test_limits import ask
 
 LIGHT = """
@@ -104,10 +103,8 @@ def test_the_log_has_calls_and_no_files(live: Live, caplog: pytest.LogCaptureFix
         for path in ("/", "/page/page.js", "/page/about", "/favicon.ico", "/health", "/metrics"):
             httpx.get(live.url + path)
         httpx.get(live.url + "/v1/models")
-        deadline = time.monotonic() + 10  # a line is written after the response has arrived
-        while not (lines := calls(caplog)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert ["GET /v1/models 200" in line for line in lines] == [True]
+        assert wait_for(lambda: bool(calls(caplog)))  # written after the response has arrived
+    assert ["GET /v1/models 200" in line for line in calls(caplog)] == [True]
 
 
 def calls(caplog: pytest.LogCaptureFixture) -> list[str]:
