@@ -8,7 +8,7 @@ merges some (experts) and cuts others (fused q, k and v). `Names` applies its ta
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -136,24 +136,43 @@ def any_of(patterns: Iterable[str] | None) -> Callable[[str], bool]:
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def renaming(names: Mapping[str, str], table: list[Any]) -> Any:
-    """A renaming for transformers' loader: the given names, and its own table for all others.
+def conversions(names: Mapping[str, str], table: Iterable[Any]) -> list[Any]:
+    """A table for transformers' loader: the given names, and its own for all others.
 
     Args:
         names: Names in the model by names in the checkpoint.
-        table: transformers' renamings, which are applied in order.
+        table: transformers' own.
     """
     from transformers.core_model_loading import WeightRenaming
+
+    own = frozenset(names.values())
+    renamings = [c for c in table if isinstance(c, WeightRenaming)]
 
     class Renaming(WeightRenaming):
         def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
             if source_key in names:
                 return names[source_key], None
-            for own in table:
-                source_key, _ = own.rename_source_key(source_key)
+            for other in renamings:
+                source_key, _ = other.rename_source_key(source_key)
             return source_key, None
 
-    return Renaming("", "")
+    def sparing(converter: Any) -> Any:
+        """The converter for all tensors but those that have their names."""
+        kind: Any = type(converter)
+
+        class Sparing(kind):  # type: ignore[misc]
+            __slots__ = ()
+
+            def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+                if source_key in own:
+                    return source_key, None
+                return cast(tuple[str, str | None], super().rename_source_key(source_key))
+
+        converter.__class__ = Sparing
+        return converter
+
+    others = [c for c in table if not isinstance(c, WeightRenaming)]
+    return [Renaming("", ""), *map(sparing, others)]
 
 
 @contextmanager
