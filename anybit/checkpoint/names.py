@@ -75,10 +75,26 @@ class Names:
 
         return str(rename_source_key(name, self.back, [], reverse=True)[0])
 
+    def before(self, name: str) -> str:
+        """The name in checkpoints that transformers' renamings make this one of."""
+        for renaming in self.back:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
 
 def natural(name: str) -> list[tuple[int, int | str]]:
     """A key that sorts names as transformers does: numbers by value."""
     return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p]
+
+
+def as_they_are(table: Names, names: Iterable[str]) -> dict[str, str]:
+    """The model's names for stored tensors that it has as they are."""
+    out = {}
+    for name in sorted(names, key=natural):
+        found, converter, _ = table.in_model(name)
+        if converter is None and found in table.state:
+            out[name] = found
+    return out
 
 
 def known_layout(module: Any) -> ExpertLayout:
