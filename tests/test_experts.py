@@ -30,6 +30,7 @@ from anybit.nn.model import dense_layers, dequantize_, quantized_layers
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
+from tests.models import zoo
 from tests.test_calibration import Killed, killed_after
 from tests.tiny import same_output, same_state
 
@@ -166,6 +167,26 @@ def test_experts_that_all_stay_dense_are_left_as_they_are(kind, stored, tmp_path
     assert plan.items() <= again.anybit_formats.items()  # besides, gates stay dense
     torch.testing.assert_close(logits_of(wanted), logits_of(again), rtol=1e-4, atol=1e-4)
     assert greedy(tmp_path / "saved") == reference(wanted, PROMPT, 12)
+
+
+@pytest.mark.parametrize("name", ["GraniteMoe", "GraniteMoeHybrid", "GraniteMoeShared", "AriaText"])
+def test_a_block_of_dense_experts_beside_one_in_codes(name, tmp_path):
+    """Some models' checkpoints have other names for a block's experts as long as they are dense."""
+    model = zoo.Model(f"{name}ForCausalLM").make()
+    model.save_pretrained(tmp_path / "dense")
+    (block, _), *others = fused_experts(model)
+    assert others
+    plan = {"*": "int8", f"{block}.*": None}
+    wanted = anybit.quantize_(model, plan)
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "streamed", plan)
+    anybit.save(wanted, tmp_path / "saved")
+    anybit.save(anybit.load(tmp_path / "streamed"), tmp_path / "again")
+    for path in ("streamed", "saved", "again"):
+        found, info = type(wanted).from_pretrained(tmp_path / path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        same_state(wanted, found)
+        same_state(wanted, anybit.load(tmp_path / path))
 
 
 def test_decoded_experts_are_a_dense_model(kind, stored, tmp_path):

@@ -19,7 +19,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.checkpoint.names import Names, ignored_unexpected, renaming
+from anybit.checkpoint.names import Names, conversions, ignored_unexpected
 from anybit.checkpoint.places import Place, places
 from anybit.core.packed import Packed, is_codes, tensor_shapes
 from anybit.core.scheme import parse_scheme
@@ -27,7 +27,6 @@ from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored, read_header
 from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import (
-    FUSED,
     Experts,
     expert_layers,
     fused_experts,
@@ -121,10 +120,9 @@ class AnybitQuantizer(HfQuantizer):
 
     quantization_config: AnybitConfig
     error: Exception | None = None  # the first that a weight caused; see Quantize
-    apart = False  # whether experts were taken apart
     heads: Mapping[str, str] = MappingProxyType({})  # -> embeddings whose codes they share
     types: Mapping[str, torch.dtype] = MappingProxyType({})  # of parameters, before they are loaded
-    names: Mapping[str, str] = MappingProxyType({})  # of stored codes, in the model
+    names: Mapping[str, str] = MappingProxyType({})  # of stored codes and experts, in the model
     table: Sequence[Any] = ()  # transformers' own for names
 
     def _process_model_before_weight_loading(
@@ -156,7 +154,6 @@ class AnybitQuantizer(HfQuantizer):
                 layer.weight_dtype = planned(name, layer.weight_dtype)
         share(model, self.heads)
         self.types = {name: planned(name, p.dtype) for name, p in model.named_parameters()}
-        self.apart = any(isinstance(module, Experts) for module in model.modules())
 
     def param_needs_quantization(
         self, model: "PreTrainedModel", param_name: str, **kwargs: Any
@@ -170,17 +167,8 @@ class AnybitQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """Codes go to their layers, and experts that are stored one by one stay like that."""
         if self.pre_quantized:
-            if self.apart:
-                fused = tuple(f".experts.{name}" for name in ("up_proj", *FUSED))
-                weight_conversions = [
-                    c for c in weight_conversions if not str(c.target_patterns[0]).endswith(fused)
-                ]
             self.table = weight_conversions
-            from transformers.core_model_loading import WeightRenaming
-
-            renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
-            others = [c for c in weight_conversions if not isinstance(c, WeightRenaming)]
-            weight_conversions = [renaming(self.names, renamings), *others]
+            weight_conversions = conversions(self.names, weight_conversions)
         return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
     def get_quantize_ops(self) -> "Quantize":
@@ -410,8 +398,9 @@ def swap_for_stored(
             out[name] = layer
             if name not in tied or where[tied[name]].stored != own:
                 names |= {f"{own}.{key}": f"{name}.{key}" for key in layer.names}
-        elif name in fused and own in layers:  # transformers' table would merge it
-            names[f"{own}.weight"] = f"{name}.weight"
+        if name in fused and own in layers:  # transformers' table would merge what is not codes
+            ends = [f".{key}" for key in ("weight", "bias") if f"{own}.{key}" in stored]
+            names |= {own + end: name + end for end in ends}
     others = (name for name in coded - placed if ".experts." in name)
     experts = sorted(n for n in others if not ignored(n) and not ignored(table.renamed(n)))
     if experts:  # else they would be initialized at random, with no more than a warning
