@@ -71,7 +71,7 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
     assert blocks_of(load(max_tokens=8192, max_running=1)) > 2  # a step has a text's tokens at most
     blocks = blocks_of(load(max_running=8))
     assert blocks > 2
-    with pytest.raises(InvalidInput, match=rf"kv_bytes={21 << 20} does not fit"):
+    with pytest.raises(InvalidInput, match=rf"kv_bytes={21 << 20} \(0.02202 GB\) does not fit"):
         load(kv_bytes=21 << 20)
     free[0] = CARD
     assert blocks_of(load(max_running=8)) > blocks
@@ -79,7 +79,10 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
 
 def test_a_cache_larger_than_the_machine_is_refused() -> None:
     """A CPU would give the memory, and run out of it later."""
-    with pytest.raises(InvalidInput, match=r"kv_bytes=1125899906842624 does not fit: cpu has \d+"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"kv_bytes=1125899906842624 \(1.126e\+06 GB\) does not fit: cpu has [\d.]+ GB",
+    ):
         load(kv_bytes=1 << 50)
 
 
