@@ -57,7 +57,7 @@ def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> 
     for victim in aborted(engine, rng, 0.1, got):
         engine.add(victim, many[int(victim)], GREEDY)
     assert [got[str(i)] for i in range(len(many))] == want
-    assert engine.scheduler.prefix_hits > 50
+    assert engine.scheduler.prefix_hits > 25  # fewer where steps start ahead
     assert len(blocks.kept.free) + len(blocks.kept.known) == 2
     assert_no_block_is_held(engine)
 
