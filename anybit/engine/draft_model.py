@@ -235,7 +235,8 @@ def load_draft(
         weights = next(own.model.parameters(), None)
         if weights is not None and weights.device.type != device.type:
             raise InvalidInput(
-                f"the draft model is on {weights.device}, and the model on {device}; load both there"
+                f"the draft model is on {weights.device}, and the model on {device}; load both "
+                "there"
             )
     elif draft == "auto":
         if directory is None:

@@ -131,7 +131,7 @@ def copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
-    """Tokens (B,) int32 by temperature, top-k, top-p and min-p; where the temperature is 0, `greedy`."""
+    """Tokens (B,) int32 by temperature, top-k, top-p and min-p; `greedy` at temperature 0."""
     params, device = [row.seq.params for row in rows], logits.device
     warm = [i for i, p in enumerate(params) if p.temperature > GREEDY]
     ranked = [i for i in warm if params[i].top_k or params[i].top_p < 1]
