@@ -13,7 +13,11 @@ from tests.clients.conftest import events, post
 pydantic = pytest.importorskip("pydantic")
 
 HI = [{"role": "user", "content": "hi"}]
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY: dict = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+}
 CITY |= {"additionalProperties": False}
 FLAT = {"name": "weather", "parameters": CITY}
 CHAT: dict = {"model": "pico", "messages": HI, "max_tokens": 20}

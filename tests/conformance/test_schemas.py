@@ -18,7 +18,11 @@ schema = pytest.importorskip("llm_comply.schema")
 
 SPECS = Path(llm_comply.__file__).parent / "specs"
 HI = [{"role": "user", "content": "hi"}]
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY: dict = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+}
 CITY |= {"additionalProperties": False}
 FLAT = {"name": "weather", "parameters": CITY}
 CHAT: dict = {"model": "pico", "messages": HI, "max_tokens": 40}
