@@ -169,6 +169,22 @@ test-clients: $(CLIENTS)/.installed  ## Run openai, anthropic, litellm and other
 	@ANYBIT_TEST_PYTHON=$(CURDIR)/$(BIN)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest \
 		-W ignore -p no:cacheprovider tests/clients
 
+CONFORMANCE := .venv-conformance
+
+# compatcanary runs in node; where npm is missing, it is left out.
+$(CONFORMANCE)/.installed: tests/conformance/requirements.txt tests/conformance/package.json | .venv/.installed
+	@echo "== setting up $(CONFORMANCE) (suites of the server's protocols; 0.2 GB)"
+	@test -x $(CONFORMANCE)/bin/python || $(PYTHON) -m venv $(CONFORMANCE)
+	@$(CONFORMANCE)/bin/python -m pip install --quiet --requirement tests/conformance/requirements.txt
+	@cp tests/conformance/package.json $(CONFORMANCE)
+	@npm install --prefix $(CONFORMANCE) --silent --no-audit --no-fund || echo "== no npm is at hand: compatcanary is left out"
+	@touch $@
+
+test-conformance: $(CONFORMANCE)/.installed  ## Run published suites of OpenAI's, Anthropic's and Open Responses' protocols against a server.
+	@ANYBIT_TEST_PYTHON=$(CURDIR)/$(BIN)/python ANYBIT_TEST_NODE_MODULES=$(CONFORMANCE)/node_modules OMP_NUM_THREADS=1 \
+		$(CONFORMANCE)/bin/python -m pytest -W ignore -p no:cacheprovider -rs -s --maxfail 100 \
+		tests/conformance tests/clients/test_types.py
+
 ARM := .venv-arm
 
 $(ARM)/.installed: tests/arm/setup.sh | .venv/.installed
@@ -215,5 +231,5 @@ clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-* out build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 
 .PHONY: help demo test quick size lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
-	test-installs test-clients test-vllm test-vllm-gpu release soak clean
+	test-installs test-clients test-conformance test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help

@@ -120,7 +120,7 @@ def test_a_failing_request_fails_alone(live: Live, monkeypatch: pytest.MonkeyPat
     assert answer.status_code == 500
     assert "out of luck" in answer.json()["error"]["message"]
     streamed = events(live.post("/v1/completions", {"prompt": [666], "stream": True}).text)
-    assert streamed[-1]["error"]["code"] == 500
+    assert streamed[-1]["error"]["type"] == "server_error"
     assert live.post("/v1/completions", SHORT).status_code == 200
     assert live.idle()
 

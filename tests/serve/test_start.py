@@ -95,7 +95,7 @@ def test_what_is_no_http_is_refused_as_everything_is(live: Live) -> None:
         head, _, body = ask(live, text).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400")
         assert b"application/json" in head
-        assert json.loads(body)["error"]["code"] == 400
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_the_log_has_calls_and_no_files(live: Live, caplog: pytest.LogCaptureFixture) -> None:
