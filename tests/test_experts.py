@@ -1,6 +1,7 @@
 """Mixtures of experts, in both layouts that checkpoints have: quantized, stored, loaded and run."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -181,8 +182,9 @@ def test_a_block_of_dense_experts_beside_one_in_codes(name, tmp_path):
     quantize_checkpoint(tmp_path / "dense", tmp_path / "streamed", plan)
     anybit.save(wanted, tmp_path / "saved")
     anybit.save(anybit.load(tmp_path / "streamed"), tmp_path / "again")
+    kind: Any = type(wanted)
     for path in ("streamed", "saved", "again"):
-        found, info = type(wanted).from_pretrained(tmp_path / path, output_loading_info=True)
+        found, info = kind.from_pretrained(tmp_path / path, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         same_state(wanted, found)
