@@ -5,10 +5,11 @@ merges some (experts) and cuts others (fused q, k and v). `Names` applies its ta
 `layout.py` says what each tensor of a checkpoint is.
 """
 
+import copy
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -182,10 +183,12 @@ def conversions(names: Mapping[str, str], table: Iterable[Any]) -> list[Any]:
             def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
                 if source_key in own:
                     return source_key, None
-                return cast(tuple[str, str | None], super().rename_source_key(source_key))
+                renamed: tuple[str, str | None] = converter.rename_source_key(source_key)
+                return renamed
 
-        converter.__class__ = Sparing
-        return converter
+        own_copy = copy.copy(converter)
+        own_copy.__class__ = Sparing
+        return own_copy
 
     others = [c for c in table if not isinstance(c, WeightRenaming)]
     return [Renaming("", ""), *map(sparing, others)]

@@ -89,7 +89,8 @@ def test_experts_without_codes_have_the_names_of_dense_ones(
     write(model, tmp_path / "model.gguf", {"_exps": kind}, arch=arch)
     report = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
     assert len(report.decoded) == (kind == "TQ1_0") * 9 * (1 if name == "lfm2_moe" else 2)
-    again, info = type(model).from_pretrained(
+    kind_of: Any = type(model)
+    again, info = kind_of.from_pretrained(
         tmp_path / "out", output_loading_info=True, dtype=torch.float32
     )
     assert not info["missing_keys"]

@@ -109,7 +109,8 @@ def as_transformers_reads(
         layers: Its layers in codes of another tool.
         dtype: Of layers that are decoded.
     """
-    there, new_name, fused = {name: key for key, name in own.items()}, {}, dict[str, Fused]()
+    there = {name: key for key, name in own.items()}
+    new_name, fused = dict[str, str](), dict[str, Fused]()
     for of, module in names.fused.items():
         layout = known_layout(module)
         block = (there.get(f"{of}.{layer}", "") for layer in layers_of(module))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import of_attention
 from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
+from anybit.checkpoint.foreign.convert import opened, plan_conversion
 from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
 from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import Place, places
@@ -157,6 +158,10 @@ class Export(Rewrite):
                 sizes = self.layers[name].sizes.items()
                 out |= {f"{name}.{key}": size for key, size in sizes}
         return out
+
+    def try_out(self, directory: Path) -> None:
+        with opened(directory) as found:
+            plan_conversion(found, SHARD_BYTES)
 
     def write(self, unit: str, shard: ShardWriter) -> None:
         layer = self.layers.get(unit)
