@@ -157,14 +157,14 @@ def speed() -> str:
 
 HARDWARE = [  # hardware and goal, what to add to the format's name, format, its quantizer, runs in
     ("H100 or H200, many users", ", calibrated", "liquid@int8", "smooth+gptq",
-     "vLLM with the plugin"),
+     "vLLM's plugin"),
     ("a CPU, or a GPU from Ampere on (untested)", ", calibrated", "int4:group=64,zero", "gptq",
      "vLLM: plugin, or exported"),
-    ("memory for 8 bits, no data", "", "int8", "rtn", "the same"),
-    ("less memory, no data", "", "fp:e2m3", "rtn", "vLLM with the plugin"),
+    ("8 bits, no data", "", "int8", "rtn", "the same"),
+    ("6 bits, no data", "", "fp:e2m3", "rtn", "vLLM's plugin"),
     ("llama.cpp or Ollama", ", calibrated", "int4:group=32", "gptq", "GGUF (Q4_0), exported"),
     ("4 bits, least loss", ", `gptq+gradients`", "trellis:bits=4,rotate=kn", "gptq-gradients",
-     "vLLM with the plugin"),
+     "vLLM's plugin"),
     ("3 bits", ", `gptq+gradients`", "trellis:bits=3,rotate=kn", "gptq-gradients", "the same"),
     ("2 bits, speed", ", calibrated", "trellis:code=look,rotate=kn", "gptq", "the same"),
     ("2 bits, least loss", ", refined", "trellis:rotate=kn", "gptq-gradients+tune", "the same"),
