@@ -7,10 +7,12 @@ graph, launching a prompt takes the host longer than its products take the GPU (
 for 512 tokens, of which the GPU works 9).
 """
 
+import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -432,7 +434,7 @@ class StepGraphs:
             work()  # compiles what is not yet; also the batch's own K and V
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with no_garbage(), torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
             out = work()
         self.pool = self.pool or graph.pool()
         return graph, out
@@ -443,6 +445,18 @@ class StepGraphs:
         with ANSWERS.within(batch.pairs(size if reads else None) if exact else None):
             hidden = self.model(tokens, self.states, batch)
             return hidden if reads else self.model.logits(hidden)
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """No search for garbage inside: a capture fails where an older engine's memory is freed."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def fastest(work: Callable[[], object]) -> float:
