@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from anybit.engine.async_engine import Stream
-from anybit.engine.engine import Delta
-from anybit.engine.llm import Completion
+from anybit.engine.output import Completion, Delta
 from anybit.engine.sequence import Logprob
 from anybit.engine.structured import STUCK
 from anybit.serve.mistakes import error
 from anybit.serve.reading import Piece, Plain, Reader, call_id
+from anybit.serve.streams import Stream
 from anybit.serve.texts import Words
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured
 from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.serve.model import Model
 from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool
 from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
 from anybit.serve.texts import Job, room
@@ -38,7 +38,7 @@ class Dialect:
     parser: the family of tool calls, if not the template tells it; "none": no calls are read.
     """
 
-    def __init__(self, llm: LLM, parser: str | None = None):
+    def __init__(self, llm: Model, parser: str | None = None):
         self.template = template_text(llm.tokenizer)
         name = parser or family_of(self.template) if self.template else None
         self.family: Family | None = FAMILIES.get(name or "none")
@@ -107,8 +107,8 @@ class Dialect:
                     f"structured output cannot begin after {self.think}: they are no tokens"
                 )
             structured = replace(structured, think=think, thinking=thinking)
-            if job.llm.engine.grammars is not None:  # compiled here, kept for the engine
-                matcher = job.llm.engine.grammars.matcher(structured)
+            if job.llm.grammars is not None:  # compiled here, kept for the engine
+                matcher = job.llm.grammars.matcher(structured)
                 for begin in begins if self.family and self.family.bare else ():
                     # The last token of a call's beginning may hold more than it.
                     tokens = job.llm.encode(begin, special=False)[:-1]
