@@ -14,7 +14,7 @@ from anybit.engine.sampler import INVALID, Row, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 from anybit.engine.speculation import Speculation
-from anybit.engine.structured import Grammars, Matcher
+from anybit.engine.structured import Grammars, Matcher, Tried
 from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 log = logging.getLogger("anybit.engine")
@@ -74,8 +74,10 @@ class Engine:
             self.prepare()
             self.prepare = None
 
-    def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
+    def matchers(self, params: SamplingParams, tried: Tried | None = None) -> tuple[Matcher, ...]:
         """A matcher for each text of a request, compiled; any thread may ask. () without a grammar.
+
+        tried: what another process says of the grammar.
 
         Raises:
             InvalidInput: The grammar is not taken.
@@ -84,7 +86,8 @@ class Engine:
             return ()
         if self.grammars is None:
             raise InvalidInput("structured output needs a tokenizer, and the model has none")
-        return tuple(self.grammars.matcher(params.structured) for _ in range(params.n))
+        grammars, structured = self.grammars, params.structured
+        return tuple(grammars.matcher(structured, tried) for _ in range(params.n))
 
     def check(
         self, prompt: Items[int], params: SamplingParams, matchers: Items[Matcher] = ()

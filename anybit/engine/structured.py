@@ -116,16 +116,25 @@ class Lane:
     texts: "WeakSet[Matcher]" = field(default_factory=WeakSet)
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A grammar that a child has tried: its kind (lark or regex), text, and size in bytes, about."""
+
+    kind: str
+    text: str
+    size: int
+
+
 @dataclass
 class Compiled:
-    """A grammar that was tried. error: why it is refused, or "". size: bytes a lane takes, about.
+    """A grammar that was tried. error: why it is refused, or "".
 
-    again: compiles it for another lane; None if that takes long. masks: that were timed, and have
+    tried: what may be compiled, if it may be. again: compiles it for another lane; None if that takes long. masks: that were timed, and have
     taken `seconds` of processor time, the last one `last`.
     """
 
     error: str
-    size: int
+    tried: Tried
     lanes: list[Lane] = field(default_factory=list)
     again: Callable[[], tuple[Any, float]] | None = None
     masks: int = 0
@@ -146,6 +155,11 @@ class Compiled:
         if self.seconds > SECONDS and self.seconds > MASK * self.masks and not self.error:
             each = self.seconds / self.masks * 1e3
             self.error = f"a token of it takes {each:.0f} ms; make it less ambiguous"
+
+
+def digest(kind: str, text: str) -> bytes:
+    """What a grammar is kept by."""
+    return hashlib.sha256(f"{kind} {text}".encode()).digest()
 
 
 def timed(tokens: Any, kind: str, text: str) -> tuple[Any, float]:
@@ -171,48 +185,76 @@ class Grammars:
         self._trial: Trial | None = None
         self._tokens: Any = None
 
-    def matcher(self, structured: Structured) -> "Matcher":
-        """A matcher at the beginning of a text.
+    def matcher(self, structured: Structured, tried: Tried | None = None) -> "Matcher":
+        """A matcher at the beginning of a text. tried: what another process says of it.
 
         Raises:
             InvalidInput: llguidance does not take the grammar, or does not survive it.
         """
-        with self._lock:
-            found = self._found.get(structured)
-        if found is None:
-            found = self._compile(*structured.source(self.special))
-        if found.error:
-            advice = "; ".join(say for sign, say in ADVICE.items() if sign in found.error)
-            raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
-        with self._lock:
-            self._found[structured] = found
+        found = self._of(structured, tried)
+        if not found.lanes and not found.error:
+            self._compile(found)
+        check(found)
         return Matcher(found, structured, partial(self._forget, found))
 
-    def _compile(self, kind: str, text: str) -> Compiled:
-        key = hashlib.sha256(f"{kind} {text}".encode()).digest()
+    def tried(self, structured: Structured) -> Tried:
+        """What to compile a grammar from, elsewhere, once a child of this process has survived it.
+
+        Raises:
+            InvalidInput: As of `matcher`.
+        """
+        found = self._of(structured)
+        check(found)
+        return found.tried
+
+    def _of(self, structured: Structured, tried: Tried | None = None) -> Compiled:
+        """What is known of a grammar; it is tried if that is nothing."""
         with self._lock:
-            trial, tokens = self._ready()
-            found = self._compiled.get(key)
-        if found is None:  # tried without the lock, for which the engine may wait
-            answer = trial.judge(kind, text)
-            found = Compiled(answer["error"], answer["size"])
-            if not found.error:
-                if kind == "gbnf":
-                    kind, text = "lark", answer["lark"]
-                again = partial(on_stack, ROOMY_STACK, timed, tokens, kind, text)
-                grammar, seconds = again()
-                found.again = again if seconds < QUICK else None
-                found.lanes.append(Lane(grammar))
-                found.error = reason(grammar) if grammar.is_error() else ""
+            found = self._found.get(structured)
+        if found is None and tried is not None:
+            found = self._kept(tried.kind, tried.text) or Compiled("", tried)
+            self._keep(tried.kind, tried.text, found)
+        elif found is None:
+            kind, text = structured.source(self.special)
+            found = self._kept(kind, text) or self._try(kind, text)
+            self._keep(kind, text, found)
+        if not found.error:
+            with self._lock:
+                self._found[structured] = found
+        return found
+
+    def _try(self, kind: str, text: str) -> Compiled:
         with self._lock:
-            kept = self._compiled
+            trial, _ = self._ready()
+        answer = trial.judge(kind, text)  # without the lock, for which the engine may wait
+        if kind == "gbnf" and not answer["error"]:
+            kind, text = "lark", answer["lark"]
+        return Compiled(answer["error"], Tried(kind, text, answer["size"]))
+
+    def _compile(self, found: Compiled) -> None:
+        with self._lock:
+            _, tokens = self._ready()
+        tried = found.tried
+        again = partial(on_stack, ROOMY_STACK, timed, tokens, tried.kind, tried.text)
+        grammar, seconds = again()
+        found.again = again if seconds < QUICK else None
+        found.error = reason(grammar) if grammar.is_error() else ""
+        found.lanes.append(Lane(grammar))
+
+    def _kept(self, kind: str, text: str) -> Compiled | None:
+        with self._lock:
+            return self._compiled.get(digest(kind, text))
+
+    def _keep(self, kind: str, text: str, found: Compiled) -> None:
+        with self._lock:
+            kept, key = self._compiled, digest(kind, text)
             kept[key] = found
             kept.move_to_end(key)
             while len(kept) > 1 and (
-                len(kept) > KEPT or sum(e.size * len(e.lanes) for e in kept.values()) > BYTES
+                len(kept) > KEPT
+                or sum(e.tried.size * max(len(e.lanes), 1) for e in kept.values()) > BYTES
             ):
                 kept.popitem(last=False)
-        return found
 
     def _forget(self, found: Compiled) -> None:
         """Compile it anew for the next request: all copies share tables, which may be full."""
@@ -249,6 +291,13 @@ class Grammars:
         self._tokens = tokenizer(text, self.vocabulary, eos)
         self._trial = Trial(text, self.vocabulary, eos)
         return self._trial, self._tokens
+
+
+def check(found: Compiled) -> None:
+    """InvalidInput for a grammar that is refused."""
+    if found.error:
+        advice = "; ".join(say for sign, say in ADVICE.items() if sign in found.error)
+        raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
 
 
 class Matcher:

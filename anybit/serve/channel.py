@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from anybit.engine.sequence import Logprob, SamplingParams
+from anybit.engine.structured import Tried
 
 MOST = 256 << 20  # bytes that may wait for a front end
 PIECE = 1 << 18  # bytes that are received at once
@@ -26,11 +27,11 @@ class Add(Message, tag="add"):
     """Requests that are served all or not at all. first: the number of the first text.
 
     Texts of a request have numbers in a row, and so have requests. arrival: by the monotonic clock,
-    which processes share.
+    which processes share. tried: the grammar of each request that has one.
     """
 
     first: int
-    requests: list[tuple[list[int], SamplingParams]]
+    requests: list[tuple[list[int], SamplingParams, Tried | None]]
     arrival: float
 
 

@@ -107,11 +107,12 @@ class Dialect:
                     f"structured output cannot begin after {self.think}: they are no tokens"
                 )
             structured = replace(structured, think=think, thinking=thinking)
-            if job.llm.grammars is not None:  # compiled here, kept for the engine
-                matcher = job.llm.grammars.matcher(structured)
+            if job.llm.grammars is not None:
+                job.llm.grammars.tried(structured)  # which is kept for the engine
                 for begin in begins if self.family and self.family.bare else ():
                     # The last token of a call's beginning may hold more than it.
                     tokens = job.llm.encode(begin, special=False)[:-1]
+                    matcher = job.llm.grammars.matcher(structured)
                     if matcher.grammar.validate_tokens(tokens) < len(tokens):
                         raise InvalidInput(
                             "response_format: its objects have a property 'name', with which this "

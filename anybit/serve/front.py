@@ -27,8 +27,6 @@ log = logging.getLogger("anybit.serve")
 class Uvicorn(uvicorn.Server):
     """Uvicorn that ends requests before it ends itself, when the engine's process says so."""
 
-    grace = 0.0
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the engine's process's."""
@@ -43,7 +41,7 @@ class Uvicorn(uvicorn.Server):
         ending.cancel()
 
     async def _end(self, server: Server) -> None:
-        await server.engine.drain(self.grace)
+        await server.engine.drain()
         await asyncio.sleep(DYING / 2 if server.engine.failure else LAST)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -77,10 +75,11 @@ async def serve(
         await asyncio.sleep(0.005)
     if server.started:
         engine.ready()
-    await asyncio.wait({work, engine.stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if engine.stopped.done():
-        server.grace, server.should_exit = engine.stopped.result(), True
+    stopped = asyncio.ensure_future(engine.stopped.wait())
+    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
     await work
+    stopped.cancel()
     engine.transport.close()
 
 

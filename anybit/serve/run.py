@@ -71,6 +71,12 @@ class FrontEnds:
             )
         return ours, process
 
+    def give(self, service: "Service") -> None:
+        """Let a service have them, which will also start others in their places."""
+        for place, (sock, process) in enumerate(self.started):
+            service.attach(place, sock, process)
+        self.started.clear()
+
     def __enter__(self) -> "FrontEnds":
         return self
 
@@ -102,9 +108,7 @@ def run(llm: "LLM", settings: "Settings", front_ends: FrontEnds) -> None:
     Call it in the main thread, which runs the engine's steps.
     """
     service = service_of(llm, settings, front_ends.start)
-    for place, (sock, process) in enumerate(front_ends.started):
-        service.attach(place, sock, process)
-    front_ends.started.clear()
+    front_ends.give(service)
     # What is loaded stays: collections of garbage would otherwise look at all of it again.
     gc.collect()
     gc.freeze()

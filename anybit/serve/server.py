@@ -21,6 +21,7 @@ from anybit.serve.protocol import ChatRequest, Prompting
 from anybit.serve.settings import Settings as Settings
 from anybit.serve.streams import Engine, Refused, Stream
 from anybit.serve.texts import Gone, Job, Texts, room
+from anybit.serve.times import PREPARE
 
 
 class Server:
@@ -43,11 +44,14 @@ class Server:
         """
         if self.texts.full:
             raise self.overloaded("the server has too many requests")
+        begun = time.monotonic()
         async with leaving(request) as gone:
             try:
                 return await self.texts.run(gone, function, grammar)
             except (AnybitError, ModuleNotFoundError) as error:
                 raise HTTPException(400, str(error)) from None
+            finally:
+                self.engine.times[PREPARE].add(time.monotonic() - begun)
 
     async def encode(
         self,
@@ -60,7 +64,7 @@ class Server:
 
         def work(job: Job) -> list[list[int]]:
             if params.structured is not None and job.llm.grammars is not None:
-                job.llm.grammars.matcher(params.structured)
+                job.llm.grammars.tried(params.structured)
             kept = body.kept(room(job.llm, params))
             special = body.add_special_tokens is not False
             return [job.prompt(prompt, special, kept) for prompt in prompts]

@@ -80,10 +80,10 @@ class Service:
         self.open: dict[str, Open] = {}  # by the engine's names of requests
         self.room = engine.scheduler.max_running + settings.queue
         self.texts = self.tokens = 0  # of requests that have not ended
-        self.stopping = False
         self.serving = threading.Event()  # once a front end answers and steps are prepared
         self._poll = select.poll()
         self._grace: float | None = None  # seconds that were given for the end
+        self._told: float | None = None  # those of them that front ends know
         self._end = float("inf")  # when front ends are ended that have not ended themselves
         self._starts: list[tuple[float, int]] = []  # when to start front ends, and their places
         self._failures: dict[int, int] = {}  # starts in a row that came to nothing, by place
@@ -178,10 +178,8 @@ class Service:
             _, place = self._starts.pop(0)
             assert self.start is not None
             self.attach(place, *self.start())
-        if self._grace is not None:
-            self._stop(now)
-            return bool(self.fronts) and now < self._end
-        return True
+        self._stop(now)
+        return self._told is None or (bool(self.fronts) and now < self._end)
 
     def _patience(self) -> float | None:
         """Milliseconds that the loop may wait for messages."""
@@ -193,15 +191,13 @@ class Service:
 
     def _stop(self, now: float) -> None:
         """Tell front ends to end, as soon as that is known."""
-        grace, self._starts = self._grace, []
-        assert grace is not None
-        if self.stopping and now + grace + 2 * LAST >= self._end:
+        grace = self._grace
+        if grace is None or grace == self._told:
             return
-        if not self.stopping:
-            left = self.texts
-            told = f"; {left} running sequences have {grace:g} s" * bool(left)
+        if self._told is None:
+            told = f"; {self.texts} running sequences have {grace:g} s" * bool(self.texts)
             log.warning("shutting down%s", told)
-        self.stopping, self._end = True, now + grace + 2 * LAST
+        self._told, self._starts, self._end = grace, [], now + grace + 2 * LAST
         self._broadcast(channel.Stop(grace))
 
     def _do(self, front: Front, message: channel.FromFront) -> None:
@@ -229,8 +225,8 @@ class Service:
 
     def _add(self, front: Front, add: channel.Add) -> None:
         """Take requests, or refuse them: 400 for what cannot be, 503 for too much at once."""
-        texts = sum(params.n for _, params in add.requests)
-        tokens = sum(len(prompt) for prompt, _ in add.requests)
+        texts = sum(params.n for _, params, _ in add.requests)
+        tokens = sum(len(prompt) for prompt, _, _ in add.requests)
         most = self.settings.queue_tokens
         if texts > self.room or tokens > most:
             reason = (
@@ -239,19 +235,19 @@ class Service:
             )
             front.refused.append((add.first, 400, reason))
             return
-        if self.stopping:
+        if self._grace is not None:
             front.refused.append((add.first, 503, "the engine is shutting down"))
             return
         if self.texts + texts > self.room or self.tokens + tokens > most:
             front.refused.append((add.first, 503, "the server has too many requests"))
             return
         names, first = [], add.first
-        for prompt, params in add.requests:
+        for prompt, params, _ in add.requests:
             names.append(name_of(front, first))
             self.open[names[-1]] = Open(front, first, len(prompt), params.n)
             self.texts, self.tokens = self.texts + params.n, self.tokens + len(prompt)
             first += params.n
-        if any(params.structured for _, params in add.requests):
+        if any(params.structured for _, params, _ in add.requests):
             self._compiler.submit(self._compile, front, add, names)
         else:
             self._checked(front, add, names, [()] * len(names))
@@ -261,8 +257,8 @@ class Service:
         error: Exception | None = None
         matchers: list[Items[Matcher]] = []
         try:
-            for _, params in add.requests:
-                matchers.append(self.engine.matchers(params))
+            for _, params, tried in add.requests:
+                matchers.append(self.engine.matchers(params, tried))
         except Exception as caught:
             error = caught
         self._compiled.put(lambda: self._checked(front, add, names, matchers, error))
@@ -279,9 +275,9 @@ class Service:
         try:
             if error is not None:
                 raise error
-            for _, (prompt, params), found in each if len(each) > 1 else ():
+            for _, (prompt, params, _), found in each if len(each) > 1 else ():
                 self.engine.check(prompt, params, found)
-            for name, (prompt, params), found in each:
+            for name, (prompt, params, _), found in each:
                 if name in self.open:
                     self.engine.add(name, prompt, params, add.arrival, found)
                     self.open[name].added = True
@@ -363,7 +359,7 @@ class Service:
             self._forget(name)
             self.engine.abort(name)
         self._part(front)
-        if self.stopping or self._grace is not None or self.start is None:
+        if self._grace is not None or self.start is None:
             return
         process = front.process
         how = f"{error}, status {process.returncode}" if process else str(error)
@@ -389,7 +385,7 @@ class Service:
         front.channel.sock.close()
         if front.process is not None:
             with suppress(TimeoutExpired):
-                front.process.wait(0.2 if self.stopping or self.start is None else 0.05)
+                front.process.wait(0.05)
             front.process.kill()
             front.process.wait()
 

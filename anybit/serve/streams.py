@@ -1,7 +1,6 @@
 """What a front end hears from the engine: a stream of deltas for each caller."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -11,13 +10,17 @@ from typing import Any
 
 from anybit.engine.output import Delta
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Structured
+from anybit.engine.structured import Structured, Tried
 from anybit.engine.transcript import Transcripts
 from anybit.errors import in_a_line
 from anybit.serve import channel
 from anybit.serve.model import Model
+from anybit.serve.times import DELIVERY, OWN, SHORT, WRITING, Times
 
 log = logging.getLogger("anybit.serve")
+
+GRAMMAR = "as it was tried"  # what `Tried` says is not sent a second time
+EVERY = 1.0  # seconds after which the engine's process is told times
 
 
 class Refused(Exception):
@@ -40,15 +43,24 @@ class Stream:
     left: set[tuple[str, int]]
     pending: list[Delta] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    sent: float = 0.0  # when the engine sent the first of those that are pending
+    delivery: Times = field(default_factory=lambda: Times(SHORT))
+    writing: Times = field(default_factory=lambda: Times(SHORT))
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while self.left or self.pending:
             await self.arrived.wait()
             self.arrived.clear()
             deltas, self.pending = self.pending, []
+            taken = time.monotonic()
+            self.delivery.add(taken - self.sent)
             yield deltas
+            self.writing.add(time.monotonic() - taken)
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: Delta, sent: float | None = None) -> None:
+        """Add a delta. sent: when, by the monotonic clock, if that was not now."""
+        if not self.pending:
+            self.sent = time.monotonic() if sent is None else sent
         self.pending.append(delta)
         if delta.finish:
             self.left.discard((delta.request, delta.index))
@@ -71,19 +83,22 @@ class Engine(asyncio.Protocol):
     >>> async for deltas in stream: ...
 
     accepting: whether it takes requests; failure: why it has died. preparing: whether it still
-    records steps. stopped: the seconds to finish in, once it is to end; 0 where it has died.
+    records steps. stopped: is done once everything is to end, `until` a time of the loop's clock.
     """
 
     def __init__(self, model: Model):
         self.streams: dict[str, Stream] = {}
         self.accepting, self.preparing, self.failure = True, True, ""
         self.loop = asyncio.get_running_loop()
-        self.stopped: asyncio.Future[float] = self.loop.create_future()
+        self.stopped, self.until = asyncio.Event(), 0.0
         self.transcripts = Transcripts(model.decode if model.tokenizer else None, self._ended)
         self.vocabulary, self.length = model.vocabulary, model.length
+        self.grammars = model.grammars
         self._texts: dict[int, tuple[str, int]] = {}  # the requests and numbers of all texts
         self._asked: dict[int, Asked] = {}
         self._waiting: dict[int, asyncio.Future[bytes]] = {}  # for metrics
+        self.times = {name: Times(bounds) for name, (_, bounds) in OWN.items()}
+        self.loop.call_later(EVERY, self._tell_times)
         self._frames = channel.Frames()
         self._next, self._count = 0, count()
 
@@ -103,11 +118,12 @@ class Engine(asyncio.Protocol):
                 self._texts[self._next] = names[-1], index
                 texts.add((names[-1], index))
                 self._next += 1
-        stream = Stream(names, texts)
+        times = self.times[DELIVERY], self.times[WRITING]
+        stream = Stream(names, texts, delivery=times[0], writing=times[1])
         asked = self._asked[first] = Asked(stream, requests, self.loop.create_future())
         self.streams |= dict.fromkeys(names, stream)
         try:
-            sent = [(prompt, self._bounded(params)) for prompt, params in requests]
+            sent = [(prompt, *self._wired(params)) for prompt, params in requests]
             self._send(channel.Add(first, sent, time.monotonic()))
             await asked.answer
         except OverflowError:
@@ -125,11 +141,10 @@ class Engine(asyncio.Protocol):
         if names := self._forget(stream):
             self._send(channel.Abort(list(map(int, names))))
 
-    async def drain(self, seconds: float) -> None:
-        """Take no more requests, give those that run some time to finish, then abort the rest."""
+    async def drain(self) -> None:
+        """Take no more requests, let those that run end within the grace, then abort the rest."""
         self.accepting = False
-        end = self.loop.time() + seconds
-        while self.streams and self.loop.time() < end:
+        while self.streams and self.loop.time() < self.until:
             await asyncio.sleep(0.02)
         for stream in set(self.streams.values()):
             left = [Delta(*text, finish="abort") for text in stream.left]
@@ -143,6 +158,8 @@ class Engine(asyncio.Protocol):
         answer = self._waiting[number] = self.loop.create_future()
         if self.failure:
             raise Refused(503, self.failure)
+        seen = {name: times.take() for name, times in self.times.items()}
+        self._send(channel.Times(seen))
         self._send(channel.Ask(number))
         return await answer
 
@@ -150,20 +167,33 @@ class Engine(asyncio.Protocol):
         """Tell that the front end answers."""
         self._send(channel.Ready())
 
-    def _bounded(self, params: SamplingParams) -> SamplingParams:
-        """The same, of numbers that are no larger than they need be."""
+    def _wired(self, params: SamplingParams) -> tuple[SamplingParams, Tried | None]:
+        """Parameters whose numbers are no larger than they need be, and what was tried for them."""
         most = {"max_tokens": self.length, "min_tokens": self.length, "top_k": self.vocabulary}
         changes: dict[str, Any] = {
             name: limit
             for name, limit in most.items()
             if (value := getattr(params, name)) is not None and value > limit
         }
-        if params.structured is not None and isinstance(params.structured.json, dict):
-            changes["structured"] = as_text(params.structured)
-        return replace(params, **changes) if changes else params
+        tried, structured = None, params.structured
+        if structured is not None:
+            if self.grammars is None:
+                raise Refused(400, "structured output needs a tokenizer, and the model has none")
+            tried = self.grammars.tried(structured)  # long since, so that this takes no time
+            changes["structured"] = Structured(
+                grammar=GRAMMAR, think=structured.think, thinking=structured.thinking
+            )
+        return replace(params, **changes) if changes else params, tried
 
     def _send(self, message: channel.Message) -> None:
         self.transport.write(channel.framed(message))
+
+    def _tell_times(self) -> None:
+        """Tell the engine's process what took how long."""
+        seen = {name: times.take() for name, times in self.times.items() if any(times.counts)}
+        if seen and not self.failure:
+            self._send(channel.Times(seen))
+        self.loop.call_later(EVERY, self._tell_times)
 
     def _ended(self, request: str, index: int, reason: str) -> None:
         """Tell the engine that a text has ended by what it says."""
@@ -194,8 +224,8 @@ class Engine(asyncio.Protocol):
                 case channel.State(preparing):
                     self.preparing = preparing
                 case channel.Stop(grace):
-                    if not self.stopped.done():
-                        self.stopped.set_result(grace)
+                    self.until = self.loop.time() + grace
+                    self.stopped.set()
                 case channel.Failed(reason):
                     self._died(reason)
 
@@ -227,17 +257,12 @@ class Engine(asyncio.Protocol):
                 delta.prompt_logprobs, delta.embedding = each.prompt_logprobs, each.embedding
             deltas.append(delta)
         for delta in self.transcripts.read(deltas):
-            self._deliver(delta)
-
-    def _deliver(self, delta: Delta) -> None:
-        stream = self.streams.get(delta.request)
-        if stream is None:
-            return
-        stream.push(delta)
-        if delta.finish:
-            del self._texts[int(delta.request) + delta.index]
-            if not any(name == delta.request for name, _ in stream.left):
-                del self.streams[delta.request]
+            stream = self.streams[delta.request]
+            stream.push(delta, step.sent)
+            if delta.finish:
+                del self._texts[int(delta.request) + delta.index]
+                if not any(name == delta.request for name, _ in stream.left):
+                    del self.streams[delta.request]
 
     def _admitted(self, first: int) -> None:
         """Begin the texts of requests that the engine has taken."""
@@ -259,6 +284,8 @@ class Engine(asyncio.Protocol):
         """End everything with an error."""
         if self.failure:
             return
+        if not self.stopped.is_set():
+            log.error("the engine has failed: %s; %d open requests fail", reason, len(self.streams))
         self.accepting, self.failure = False, f"the engine has failed: {reason}"
         for asked in self._asked.values():
             if not asked.answer.done():
@@ -270,10 +297,4 @@ class Engine(asyncio.Protocol):
             for text in list(stream.left):
                 stream.push(Delta(*text, finish="error", error=self.failure))
         self.streams.clear()
-        if not self.stopped.done():
-            self.stopped.set_result(0)
-
-
-def as_text(structured: Structured) -> Structured:
-    """The same with its JSON schema as text, whose numbers may be of any size."""
-    return replace(structured, json=json.dumps(structured.json))
+        self.stopped.set()

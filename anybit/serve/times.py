@@ -7,15 +7,21 @@ REQUEST = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 2
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2, 5)
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+PREPARE = "anybit:prepare_seconds"
+DELIVERY = "anybit:delivery_seconds"
+WRITING = "anybit:write_seconds"
+OWN = {  # of front ends
+    PREPARE: ("In the front end before the queue: from text to tokens", FIRST),
+    DELIVERY: ("From the end of the engine's step to its text in the front end", SHORT),
+    WRITING: ("Until this was encoded, and the client's socket had room for it", SHORT),
+}
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From the front end to the first token", FIRST),
     "vllm:inter_token_latency_seconds": ("Between tokens, in the engine", BETWEEN),
     "vllm:e2e_request_latency_seconds": ("From the front end to the last token", REQUEST),
     "vllm:request_queue_time_seconds": ("In the queue", REQUEST),
     "vllm:request_prefill_time_seconds": ("From the queue to the first token", FIRST),
-    "anybit:prepare_seconds": ("In the front end before the queue: text to tokens", FIRST),
-    "anybit:delivery_seconds": ("From the engine's step to the front end's answer", SHORT),
-    "anybit:write_seconds": ("Until the answer's part was encoded, and the client took it", SHORT),
+    **OWN,
 }
 
 
