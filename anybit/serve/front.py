@@ -78,6 +78,8 @@ async def serve(
     stopped = asyncio.ensure_future(engine.stopped.wait())
     await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
+    for each in getattr(server, "servers", ()):
+        each.close()  # the port is free for the server that comes next
     await work
     stopped.cancel()
     engine.transport.close()

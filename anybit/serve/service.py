@@ -87,10 +87,7 @@ class Service:
         self._end = float("inf")  # when front ends are ended that have not ended themselves
         self._starts: list[tuple[float, int]] = []  # when to start front ends, and their places
         self._failures: dict[int, int] = {}  # starts in a row that came to nothing, by place
-        self._wake = socket.socketpair()
-        for end in self._wake:
-            end.setblocking(False)
-        self._poll.register(self._wake[0], select.POLLIN)
+        self._wake: tuple[socket.socket, ...] = ()  # ends a wait of the loop
         self._compiler = ThreadPoolExecutor(1, "anybit-grammars")
         self._compiled: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -111,8 +108,9 @@ class Service:
 
     def wake(self) -> None:
         """End a wait of the loop."""
-        with suppress(BlockingIOError):
-            self._wake[1].send(b"x")
+        for end in self._wake[1:]:
+            with suppress(OSError):  # it is full, or the loop has ended
+                end.send(b"x")
 
     def run(self) -> None:
         """Serve until `stop`.
@@ -123,11 +121,16 @@ class Service:
         """
         engine = self.engine
         if engine.served or engine.requests:
+            for front in list(self.fronts.values()):
+                self._part(front)
             raise Unsupported(
                 "the engine is at work already, for another server or LLM; wait until that has "
                 "ended, or make an engine of its own"
             )
-        engine.served = True
+        engine.served, self._wake = True, socket.socketpair()
+        for end in self._wake:
+            end.setblocking(False)
+        self._poll.register(self._wake[0], select.POLLIN)
         try:
             engine.prepared()
             self._broadcast(channel.State(False))
