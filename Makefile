@@ -63,10 +63,13 @@ test-models: .venv/.installed  ## Try every architecture of transformers (minute
 	@$(BIN)/python -m tests.models.sweep
 
 # Engine and server take a GPU by themselves. Other tests that launch kernels on one ask for
-# ANYBIT_TEST_DEVICE, which some read from conftest.py.
-test-gpu:  ## Run the tests that use a GPU on that of this machine, with the python in PATH.
+# ANYBIT_TEST_DEVICE, which some read from conftest.py. With worksteal a file's tests stay together, and
+# what one has compiled serves the next. FAST=1 takes tests by their names: of drafts, of graphs, and
+# those in which every backend reads a weight back.
+test-gpu:  ## Run the tests that use a GPU on that of this machine, with the python in PATH; FAST=1: a tenth of them.
 	@ANYBIT_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
-		--numprocesses 8 tests/engine tests/serve \
+		--numprocesses auto --maxprocesses 16 --dist worksteal \
+		$(if $(FAST),-k 'draft or guess or graph or one_hot or reads_weights or this_gpu') tests/engine tests/serve \
 		$$(grep -lwE 'ANYBIT_TEST_DEVICE|import DEVICE' tests/test_*.py tests/kernels/test_*.py)
 
 test-emulated: .venv/.installed  ## Try every kernel, for all architectures, and every pair of parameters (over an hour).
@@ -106,7 +109,7 @@ LOWEST := tests/test_cli.py tests/test_formats.py tests/test_multiplier.py tests
 	tests/kernels/test_native.py
 
 # The tools of these tests; others of `dev` want newer packages than users need.
-TOOLS := compressed-tensors httpx hypothesis ml_dtypes openai psutil pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
+TOOLS := compressed-tensors hypothesis ml_dtypes openai pytest pytest-randomly pytest-rerunfailures pytest-timeout pytest-xdist
 
 test-lowest: $(UV)  ## Run the users' tests with the oldest versions that are declared (an environment of its own, 6 GB).
 	@echo "== setting up .venv-lowest"
@@ -166,6 +169,22 @@ test-clients: $(CLIENTS)/.installed  ## Run openai, anthropic, litellm and other
 	@ANYBIT_TEST_PYTHON=$(CURDIR)/$(BIN)/python OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest \
 		-W ignore -p no:cacheprovider tests/clients
 
+CONFORMANCE := .venv-conformance
+
+# compatcanary runs in node; where npm is missing, it is left out.
+$(CONFORMANCE)/.installed: tests/conformance/requirements.txt tests/conformance/package.json | .venv/.installed
+	@echo "== setting up $(CONFORMANCE) (suites of the server's protocols; 0.2 GB)"
+	@test -x $(CONFORMANCE)/bin/python || $(PYTHON) -m venv $(CONFORMANCE)
+	@$(CONFORMANCE)/bin/python -m pip install --quiet --requirement tests/conformance/requirements.txt
+	@cp tests/conformance/package.json $(CONFORMANCE)
+	@npm install --prefix $(CONFORMANCE) --silent --no-audit --no-fund || echo "== no npm is at hand: compatcanary is left out"
+	@touch $@
+
+test-conformance: $(CONFORMANCE)/.installed  ## Run published suites of OpenAI's, Anthropic's and Open Responses' protocols against a server.
+	@ANYBIT_TEST_PYTHON=$(CURDIR)/$(BIN)/python ANYBIT_TEST_NODE_MODULES=$(CONFORMANCE)/node_modules OMP_NUM_THREADS=1 \
+		$(CONFORMANCE)/bin/python -m pytest -W ignore -p no:cacheprovider -rs -s --maxfail 100 \
+		tests/conformance tests/clients/test_types.py
+
 ARM := .venv-arm
 
 $(ARM)/.installed: tests/arm/setup.sh | .venv/.installed
@@ -212,5 +231,5 @@ clean:  ## Remove the environment and what was made.
 	rm -rf .venv .venv-* out build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 
 .PHONY: help demo test quick size lint pytest docs lock test-models test-emulated test-arm test-gpu test-2gpu test-newest test-lowest \
-	test-installs test-clients test-vllm test-vllm-gpu release soak clean
+	test-installs test-clients test-conformance test-vllm test-vllm-gpu release soak clean
 .DEFAULT_GOAL := help

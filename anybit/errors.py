@@ -69,8 +69,9 @@ def loading(directory: object) -> Iterator[None]:
     except AnybitError:
         raise
     except ValueError as error:
-        first = str(error).strip().partition("\n")[0]
-        raise InvalidInput(f"{directory}: transformers cannot load it: {first}") from error
+        raise InvalidInput(
+            f"{directory}: transformers cannot load it: {in_a_line(error)}"
+        ) from error
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
 from anybit.kernels.between import seen_by  # noqa: E402
 from anybit.kernels.registry import BACKENDS  # noqa: E402
 from anybit.planning.allocate import plan_formats  # noqa: E402
+from anybit.quantizers.calibration.chat import before_text  # noqa: E402
 
 WINDOW, STRIDE = 1024, 768
 SAMPLES = 128  # calibration windows, unless told
@@ -113,9 +114,9 @@ class Work:
         self.plans: dict[str, dict[str, str | None]] = {}
         self.window = min(WINDOW, self.dense.model.config.max_position_embeddings)
         scored = prose(text) if text else [module for _, module in held_out_text()]
-        encoded = [self.tokenizer(t, verbose=False).input_ids for t in scored]
-        documents = [torch.tensor([self.tokenizer.bos_token_id, *ids]) for ids in encoded]
-        self.documents = [ids.to(device) for ids in excerpts(documents, tokens)]
+        self.begin = before_text(self.tokenizer)
+        documents = [torch.tensor(self.tokenizer(t, verbose=False).input_ids) for t in scored]
+        self.documents = [ids.to(device) for ids in excerpts(documents, tokens, self.begin)]
         self.prompts = function_prompts(held_out_text(), prompts)
 
     def fresh(self) -> Any:
@@ -230,7 +231,13 @@ class Work:
         batch = 16 if self.device == "cuda" else 1
         window, stride = self.window, self.window * STRIDE // WINDOW
         got = score(
-            model, self.documents, window=window, stride=stride, dense=self.dense, batch=batch
+            model,
+            self.documents,
+            window=window,
+            stride=stride,
+            begin=self.begin,
+            dense=self.dense,
+            batch=batch,
         )
         batch = 128 if self.device == "cuda" else 4
         torch.cuda.empty_cache()

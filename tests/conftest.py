@@ -1,20 +1,17 @@
 """Triton kernels run on the GPU with ANYBIT_TEST_DEVICE=cuda, else in its interpreter.
 
 Tests run in random order (pytest-randomly; `-p "randomly_seed=N"` repeats one), so each starts from
-the same random numbers and must leave the process as it found it. The tests of a file share a
-budget of CPU time.
+the same random numbers and must leave the process as it found it.
 """
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Generator, Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests import needs
+from tests.report import Report
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 if DEVICE == "cpu":
@@ -25,35 +22,10 @@ for name in ("ANYBIT_API_KEY", "ANYBIT_DEBUG", "FORCE_COLOR", "GITHUB_ACTIONS", 
     os.environ.pop(name, None)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Fail at once where CI would skip what it is for."""
     needs.check_compilers()
-
-
-# The longest file takes a third; those who try every kernel, a GPU, or vLLM have time.
-LONG = needs.EVERY_KERNEL or DEVICE != "cpu" or find_spec("vllm") is not None
-CPU_SECONDS = float("inf") if LONG else 90.0
-spent: Counter[Path] = Counter()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Count CPU seconds, of this process and of those that it has waited for."""
-    before = sum(os.times()[:4])
-    try:
-        return (yield)
-    finally:
-        spent[item.path] += sum(os.times()[:4]) - before
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail what begins after its file has used up the budget."""
-    if spent[item.path] > CPU_SECONDS:
-        pytest.fail(
-            f"{item.path.name} took {spent[item.path]:.0f} s of CPU time, of {CPU_SECONDS:.0f}: "
-            "let tests share what they make, or keep all pairs for `make test-emulated`",
-            pytrace=False,
-        )
+    config.pluginmanager.register(Report(config))
 
 
 @pytest.fixture(autouse=True)

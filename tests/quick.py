@@ -2,9 +2,10 @@
 
     python tests/quick.py [--base main] [--seconds 40]
 
-First the tests that were changed, then those named after a changed file, then those that import or
-name it; where there are none, all that import from its folder, or from the folder above. Tests left
-when the time is up are counted as skipped: `make test` runs them all.
+First the tests whose names have a changed file's, or a format's that it registers: those of such
+files, and parameters of others. Then files of tests that import or name it; where there are none,
+all that import from its folder, or from the folder above. Tests left when the time is up are
+counted as skipped: `make test` runs them all.
 """
 
 import argparse
@@ -19,17 +20,22 @@ from pathlib import Path
 
 import pytest
 
+from anybit.core.format import known_formats
+
 ROOT = Path(__file__).parents[1]
 
 
 class Only:
-    """Runs some files of tests, in their order, and skips what begins after the time is up.
+    """Runs some files of tests, and skips what begins after the time is up.
+
+    Tests whose names have one of `names` come first; others follow in the order of the files.
 
     Files given on pytest's command line would be collected even where a conftest.py leaves them
     out, since a package is missing.
     """
 
-    def __init__(self, tests: Sequence[str], seconds: float):
+    def __init__(self, tests: Sequence[str], seconds: float, names: Iterable[str] = ()):
+        self.names = word(names)
         self.places = {ROOT / test: place for place, test in enumerate(tests)}
         self.end = time.monotonic() + seconds
 
@@ -38,7 +44,9 @@ class Only:
         return True if other else None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: self.places[item.path])
+        items.sort(
+            key=lambda item: (not self.names.search(item.nodeid), self.places[item.path]),
+        )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -56,6 +64,25 @@ def changed(base: str) -> list[str]:
     (start,) = git("merge-base", base, "HEAD")
     differ = git("diff", "--name-only", start)
     return differ + git("ls-files", "--others", "--exclude-standard")
+
+
+def word(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of some names where no letter or digit goes on; nothing where there are none."""
+    any_of = "|".join(map(re.escape, sorted(names))) or "(?!)"
+    return re.compile(rf"(?<![a-z0-9])(?:{any_of})(?![a-z0-9])", re.IGNORECASE)
+
+
+def formats(file: str) -> set[str]:
+    """Names of formats that a file registers."""
+    module = ".".join(Path(file).with_suffix("").parts)
+    return {name for name, fmt in known_formats() if fmt.__module__ == module}
+
+
+def names(files: Iterable[str]) -> set[str]:
+    """What tests of these files may be called by."""
+    code = [Path(f) for f in files if f.endswith(".py") and f.startswith(("anybit/", "tests/"))]
+    stems = {path.parent.name if path.stem == "__init__" else path.stem for path in code}
+    return stems.union(*(formats(str(path)) for path in code))
 
 
 @cache
@@ -91,6 +118,9 @@ def chosen(files: Iterable[str]) -> list[str]:
         close += [take(1, [t for t in texts if Path(t).stem == f"test_{path.stem}"])]
         if path.suffix == ".py" and top in ("anybit", "tests"):
             close += [take(2, [t for t in texts if module in modules[t]])]
+            if called := formats(file):  # in a text, or in the list of all formats
+                found, every = word(called), {"tests.specs.SPECS", "tests.specs.NAMES"}
+                take(4, [t for t in texts if found.search(texts[t]) or every & modules[t]])
         elif top != "anybit":
             named = re.compile(rf"(?<![\w.]){re.escape(top)}(?=[\"/`])")
             close += [take(2, [t for t in texts if named.search(texts[t])])]
@@ -107,13 +137,14 @@ def main() -> int:
     parser.add_argument("--base", default="main")
     parser.add_argument("--seconds", type=float, default=40)
     args = parser.parse_args()
-    tests = chosen(changed(args.base))
+    files = changed(args.base)
+    tests = chosen(files)
     if not tests:
         print(f"no test is close to what differs from {args.base}")
         return 0
     print(f"{len(tests)} files of tests: {' '.join(tests)}", flush=True)
     options = ["-q", "-rs", "-x", "-p", "no:randomly", str(ROOT / "tests")]
-    return int(pytest.main(options, [Only(tests, args.seconds)]))
+    return int(pytest.main(options, [Only(tests, args.seconds, names(files))]))
 
 
 if __name__ == "__main__":

@@ -146,3 +146,20 @@ def test_bad_files(tmp_path: Path) -> None:
         Calibration(tmp_path / "nowhere.txt", tokenizer=Characters()).tokens(llama())
     with pytest.raises(ValueError, match="no tokenizer at"):
         Calibration(["text"]).tokens(llama())
+
+
+def test_windows_of_text_begin_with_what_the_tokenizer_puts_before_a_text() -> None:
+    class WithBos(Characters):
+        all_special_ids = (7,)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            out = super().__call__(text, **options)
+            out.input_ids[:0] = [7]
+            return out
+
+    ids = Calibration(["abcdefgh" * 20], samples=2, length=40, tokenizer=WithBos())
+    got = ids.tokens(llama())
+    assert got[:, 0].tolist() == [7, 7]
+    flat = [7, *(ord(c) % VOCAB for c in "abcdefgh" * 20)]
+    assert got[0].tolist() == flat[:40]
+    assert got[1, 1:].tolist() == flat[-39:]

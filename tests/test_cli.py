@@ -156,7 +156,7 @@ def test_formats_of_the_command_line_make_a_plan(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--format", "int9"], "unknown format 'int9' in 'int9'; did you mean int"),
+        (["--format", "int9"], "unknown format 'int9'; did you mean int"),
         (["--format", "fp6", "--format", "int4"], "--format is given twice for '*'"),
         (
             ["--format", "int4:group=96"],
@@ -421,6 +421,34 @@ def test_ctrl_c_is_a_plain_message_and_130(monkeypatch: pytest.MonkeyPatch) -> N
     assert stdout.startswith("x")
     assert len(stdout) < 100
     assert stderr.splitlines()[-1] == "interrupted"
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "out.partial"
+
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anybit.checkpoint.quantize.quantize_directory", interrupted)
+    command = ("quantize", PICO, "--format", "int8", "-o", tmp_path / "out")
+    assert run(*command, code=130)[1].splitlines()[-1] == "interrupted; nothing is kept"
+    left.mkdir()
+    (left / "block_0.safetensors").touch()
+    want = f"interrupted; {left} keeps what is done: the same command goes on from there"
+    assert run(*command, code=130)[1].splitlines()[-1] == want
+
+
+def test_quantize_says_nothing_of_its_work_before_the_model_is_found(tmp_path: Path) -> None:
+    for wrong in (tmp_path, PICO / "config.json", tmp_path / "nowhere"):
+        _, stderr = run("quantize", wrong, "--format", "int4", "-o", tmp_path / "out", code=1)
+        assert "calibrating" not in stderr
+
+
+def test_few_bits_by_rounding_are_warned_of(tmp_path: Path) -> None:
+    for spec, warned in (("int2:group=32", True), ("int3:group=32", False)):
+        out = tmp_path / spec[:4]
+        _, stderr = run("quantize", PICO, "--format", spec, "--method", "rtn", "-o", out)
+        assert ("writes nonsense" in stderr) is warned
 
 
 def test_convert_and_export(tmp_path: Path) -> None:

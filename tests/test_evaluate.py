@@ -2,7 +2,10 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -145,6 +148,31 @@ def test_excerpts_take_the_middle_and_as_much_of_every_document_as_fits() -> Non
         excerpts(texts, 7)
 
 
+def test_parts_of_documents_begin_as_whole_documents_do() -> None:
+    """With BOS, where the tokenizer puts it; a model without it scores far too badly."""
+    with_bos = [torch.cat((torch.tensor([49]), ids % 49)) for ids in documents(5, 100, 301)]
+    other = documents(90)[0] % 49
+    for ids, (part, first) in [(t, w) for t in with_bos for w in windows(t, 16, 5, [49])]:
+        assert part[0] == 49
+        assert len(part) <= 16
+        assert ids.unfold(0, len(part) - first, 1).eq(part[first:]).all(1).any()
+    plain = zip(windows(other, 16, 5, [49]), windows(other, 16, 5), strict=True)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in plain)
+    got = excerpts([*with_bos, other], 100, [49])
+    assert [len(t) for t in got] == [6, 31, 31, 31]
+    assert [t[0].item() for t in got[:3]] == [49, 49, 49]
+    assert torch.equal(got[2][1:], excerpts(with_bos[2:], 31)[0][1:])
+    seen = list[int]()
+
+    def model(ids: torch.Tensor) -> torch.Tensor:
+        seen.extend(ids[:, 0].tolist())
+        return Bigram()(ids)
+
+    whole = score(model, with_bos, window=16, begin=[49])
+    assert set(seen) == {49}
+    assert whole.tokens == sum(len(t) - 1 for t in with_bos)
+
+
 def test_only_what_counts_is_scored_with_all_its_context() -> None:
     model, dense, texts = Bigram(seed=1), Bigram(seed=2), documents(3, 40, 301)
     generator = torch.Generator().manual_seed(5)
@@ -195,3 +223,38 @@ def test_answers_alone(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain")
     with pytest.raises(InvalidInput, match="plain text has no answers"):
         evaluate(PICO, None, tmp_path / "a.txt", 4096, answers_only=True)
+
+
+def adding_bos(folder: Path) -> Path:
+    """pico with a tokenizer that puts BOS before a text."""
+    shutil.copytree(PICO, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    template = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+    bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template["single"] = [bos, {"Sequence": {"id": "A", "type_id": 0}}]
+    entry = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    template["special_tokens"] = {"<|endoftext|>": entry}
+    tokenizer["post_processor"] = template
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_every_window_begins_with_bos_where_the_tokenizer_puts_it(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 400)
+    reference = tmp_path / "reference"
+    for folder, bos in ((PICO, False), (adding_bos(tmp_path / "m"), True)):
+        model, tokenizer = load_text_model(folder, "cpu")
+        assert encode(tokenizer, "a").tolist() == [0] * bos + tokenizer.encode("a")[-1:]
+        begins = list[int]()
+
+        def watch(module: Any, args: Any, kwargs: Any, to: list[int] = begins) -> None:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            to.extend(ids[:, 0].tolist() * (ids.shape[1] > 1))  # not of a step that writes
+
+        with patch("anybit.evaluate.candidate.load_text_model", return_value=(model, tokenizer)):
+            model.register_forward_pre_hook(watch, with_kwargs=True)
+            got = evaluate(folder, None, text, 2500, save=reference)
+        assert (begins.count(0) == len(begins)) is bos
+        assert evaluate(folder, reference, None, 0)["kl"] < 1e-6
+        assert got["tokens"] == 2499

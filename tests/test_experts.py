@@ -1,6 +1,7 @@
 """Mixtures of experts, in both layouts that checkpoints have: quantized, stored, loaded and run."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,11 @@ from anybit.files.safetensors import stored_tensors
 from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.experts import Experts, fused_experts, published, split
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import dense_layers, dequantize_, quantized_layers
+from anybit.nn.model import dense_layers, dequantize_, linear_schemes, quantized_layers
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
+from tests.models import zoo
 from tests.test_calibration import Killed, killed_after
 from tests.tiny import same_output, same_state
 
@@ -166,6 +168,53 @@ def test_experts_that_all_stay_dense_are_left_as_they_are(kind, stored, tmp_path
     assert plan.items() <= again.anybit_formats.items()  # besides, gates stay dense
     torch.testing.assert_close(logits_of(wanted), logits_of(again), rtol=1e-4, atol=1e-4)
     assert greedy(tmp_path / "saved") == reference(wanted, PROMPT, 12)
+
+
+@pytest.mark.parametrize("name", ["GraniteMoe", "GraniteMoeHybrid", "GraniteMoeShared", "AriaText"])
+def test_a_block_of_dense_experts_beside_one_in_codes(name, tmp_path):
+    """Some models' checkpoints have other names for a block's experts as long as they are dense."""
+    model = zoo.Model(f"{name}ForCausalLM").make()
+    model.save_pretrained(tmp_path / "dense")
+    (block, _), *others = fused_experts(model)
+    assert others
+    plan = {"*": "int8", f"{block}.*": None}
+    wanted = anybit.quantize_(model, plan)
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "streamed", plan)
+    anybit.save(wanted, tmp_path / "saved")
+    anybit.save(anybit.load(tmp_path / "streamed"), tmp_path / "again")
+    kind: Any = type(wanted)
+    for path in ("streamed", "saved", "again"):
+        found, info = kind.from_pretrained(tmp_path / path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        same_state(wanted, found)
+        same_state(wanted, anybit.load(tmp_path / path))
+
+
+GATES = {
+    "Qwen3_5ForCausalLM": ("in_proj_a", "in_proj_b"),
+    "Qwen3NextForCausalLM": ("in_proj_ba",),
+    "JambaForCausalLM": ("dt_proj", "router"),
+    "OlmoHybridForCausalLM": ("a_proj", "b_proj"),
+    "GraniteMoeForCausalLM": ("layer", "router"),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_and_routers_stay_dense(name, monkeypatch):
+    """Unless a pattern names them. Those of tiny models are kept for their size, too."""
+    monkeypatch.setattr("anybit.nn.model.TINY", 1)
+    config = zoo.Model(name).config()
+    with torch.device("meta"):
+        model = zoo.Model(name).type(config)
+    shapes = dense_layers(model)
+    planned = linear_schemes(model, "int4:group=1")
+    kept = {layer.rpartition(".")[2] for layer in shapes.keys() - planned.keys()}
+    assert kept - {"lm_head", "shared_expert_gate"} <= set(GATES[name])
+    own = [layer for layer in shapes if layer.rpartition(".")[2] in GATES[name]]
+    assert not planned.keys() & set(own)
+    named = linear_schemes(model, {"*": "int4:group=1", **dict.fromkeys(own[:1], "int8")})
+    assert {named.get(layer) for layer in own[:1]} <= {"int8"}
 
 
 def test_decoded_experts_are_a_dense_model(kind, stored, tmp_path):

@@ -1,10 +1,11 @@
 """tests/quick.py: which tests lie closest to a change, and what happens when the time is up."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.quick import Only, chosen
+from tests.quick import Only, chosen, names
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,6 +35,31 @@ def test_the_closest_come_first_and_each_once() -> None:
     assert {*found[1:3]} == {"tests/foreign/test_errors.py", "tests/test_errors.py"}
     assert len({*found}) == len(found)
     assert chosen(["anybit/errors.py", "CITATION.cff"])[:2] == found[1:3]
+
+
+def test_what_names_the_change_comes_first(items: list[SimpleNamespace]) -> None:
+    """A format's names are those that its file registers, of which tests have parameters."""
+    file = "anybit/formats/iquant.py"
+    assert {"iquant", "iq3_s", "iq2_xs"} <= names([file])
+    assert names(["anybit/formats/__init__.py", "docs/index.md"]) == {"formats"}
+    tests = chosen([file])
+    assert {"tests/test_formats.py", "tests/kernels/test_hopper_emulated.py"} <= {*tests}
+    Only(tests, 1000, names([file])).pytest_collection_modifyitems(items)
+    assert [item.nodeid.partition("::")[2] for item in items] == [
+        "test_a[iq3_s@int8]", "test_iquant", "test_a[xiq3_s]", "test_b[fp6]",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def items() -> list[SimpleNamespace]:
+    def item(file: str, name: str) -> SimpleNamespace:
+        return SimpleNamespace(path=ROOT / file, nodeid=f"{file}::{name}")
+
+    first, last = "tests/kernels/test_hopper_emulated.py", "tests/test_formats.py"
+    return [
+        item(last, "test_b[fp6]"), item(last, "test_iquant"),
+        item(first, "test_a[xiq3_s]"), item(first, "test_a[iq3_s@int8]"),
+    ]  # fmt: skip
 
 
 def test_only_the_chosen_are_collected() -> None:

@@ -216,7 +216,7 @@ def test_models_that_change_the_heads_output(config, after, tmp_path: Path) -> N
     config.layer_types = ["full_attention"] * 2
     torch.manual_seed(0)
     model, texts = Auto.from_config(config).eval(), documents(40, 25)
-    recorder = Recorder(model, texts, None, {"window": 16, "words": {}})
+    recorder = Recorder(model, texts, None, {"window": 16, "begin": [], "words": {}})
     measure(recorder, texts, window=16)
     recorder.reference().save(tmp_path / "r")
     stored = read_reference(tmp_path / "r")
@@ -231,27 +231,35 @@ def test_what_cannot_be_stored_is_refused(int4: Path) -> None:
     model.forward = lambda ids: forward(ids).logits * 3
     with pytest.raises(Unsupported, match="not known here; compare with the model itself"):
         measure(
-            Recorder(model, documents(20), None, {"window": 8, "words": {}}),
+            Recorder(model, documents(20), None, {"window": 8, "begin": [], "words": {}}),
             documents(20),
             window=8,
         )
     model = anybit.quantize_(Auto.from_pretrained(PICO), {"*": "int8", "lm_head": "int8"})
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         with pytest.raises(Unsupported, match="as its output head"):
-            Recorder(model, documents(20), None, {"window": 8, "words": {}})
+            Recorder(model, documents(20), None, {"window": 8, "begin": [], "words": {}})
 
 
 def test_a_file_that_is_no_reference_is_refused(tmp_path: Path) -> None:
     ids = documents(20)
     good = Reference(
-        torch.ones(19, 4), torch.ones(50, 4), None, {}, ids, None, {"window": 32, "words": {}}
+        torch.ones(19, 4),
+        torch.ones(50, 4),
+        None,
+        {},
+        ids,
+        None,
+        {"window": 32, "begin": [], "words": {}},
     )
     path = tmp_path / "r"
     good.save(path)
     assert read_reference(path).rows(3, 5).shape == (2, 50)
     tensors = load_file(path)
     meta = {
-        "anybit_reference": json.dumps({"version": VERSION, "after": {}, "window": 32, "words": {}})
+        "anybit_reference": json.dumps(
+            {"version": VERSION, "after": {}, "window": 32, "begin": [], "words": {}}
+        )
     }
     for name, tensor in [
         ("hidden", torch.ones(18, 4)),
@@ -368,7 +376,7 @@ def test_an_interrupted_writing_leaves_the_older_file(
         {},
         documents(20),
         None,
-        {"window": 32, "words": {}},
+        {"window": 32, "begin": [], "words": {}},
     )
     good.save(path)
     before = path.read_bytes()

@@ -162,22 +162,26 @@ def test_without_a_format_one_that_suits_the_machine_is_chosen(
 ) -> None:
     monkeypatch.setattr("anybit.progress._lines", True)
     for gpu, text, want in [
-        (None, [], "fp6"),
+        (None, [], "fp:e2m3"),
         (None, TEXT, "int4:group=64,zero"),
         ((9, 0), TEXT, "liquid@int8"),
         ((8, 6), TEXT, "int4:group=64,zero"),
-        ((8, 6), [], "fp6"),
+        ((8, 6), [], "fp:e2m3"),
     ]:
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu is not None)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu=gpu: gpu)
-        plans: list[dict[str, str | None]] = []
+        plans, data = list[dict[str, str | None]](), list[object]()
         monkeypatch.setattr(
             "anybit.checkpoint.quantize.quantize_directory",
-            lambda model, out, plan, *rest, plans=plans, **more: plans.append(plan),
+            lambda model, out, plan, method, text, *rest, plans=plans, data=data, **more: (
+                plans.append(plan) or data.append(text)
+            ),
         )
         output = run("quantize", PICO, *text, "-o", tmp_path / "out")
         assert plans == [{"*": want}]
         assert f"no --format: {want} (" in output
+        assert bool(data[0]) is bool(text)  # "rounded to nearest" is what is done
+        assert ("calibrating" in output) is False
         default_method(plans[0])
 
 

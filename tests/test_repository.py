@@ -1,7 +1,11 @@
 """Files for those who host and build the project: they parse, and agree with each other."""
 
+import ast
 import re
+import sys
 import tomllib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -71,6 +75,64 @@ def test_the_lock_has_every_package_that_is_asked_for() -> None:
     pins = dict(line.partition(" ;")[0].split("==") for line in lock if "==" in line)
     assert names - {"lm-eval"} <= pins.keys()  # the extra `eval` is in no command of README's
     assert pins["torch"] == PYPROJECT["tool"]["uv"]["override-dependencies"][0].partition("==")[2]
+
+
+PEERS = {"datasets", "llama-cpp-python", "vllm"}  # users bring them; `datasets` with lm-eval
+BROUGHT_BY = {  # what no name of a declared package, or of one that it asks for, tells
+    "cuda": "nvidia-cutlass-dsl",
+    "cutlass": "nvidia-cutlass-dsl",
+    "llama_cpp": "llama-cpp-python",
+    "pydantic_core": "fastapi",
+}
+
+
+def test_packages_that_are_imported_are_declared() -> None:
+    """By the base or an extra that users install: a room under `serve` asks for its own alone."""
+    project = PYPROJECT["project"]
+    declared = {
+        extra: {name for line in lines if (name := package(line)) != "anybit"}
+        for extra, lines in project["optional-dependencies"].items()
+        if extra not in ("dev", "docs")
+    }
+    base = {package(line) for line in project["dependencies"]}
+    providers, missing = packages_distributions(), []
+    for path in sorted((ROOT / "anybit").rglob("*.py")):
+        room = path.relative_to(ROOT / "anybit").parts[0]
+        extras = ("serve", "plot") if room == "serve" else declared
+        at_hand = base.union(*(declared[extra] for extra in extras))
+        at_hand |= {package(line) for name in at_hand for line in brought(name)}
+        for name in imports(path) - sys.stdlib_module_names - {"anybit"}:
+            by = [BROUGHT_BY[name]] if name in BROUGHT_BY else providers.get(name, [name])
+            if not {*map(package, by)} & (at_hand | PEERS):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing
+
+
+def package(requirement: str) -> str:
+    """The name of a package, as pip compares them."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+@cache
+def brought(name: str) -> list[str]:
+    """What a package asks for, apart from its own extras."""
+    try:
+        return [line for line in requires(name) or () if "extra ==" not in line]
+    except PackageNotFoundError:
+        return []
+
+
+def imports(path: Path) -> set[str]:
+    """The packages that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def test_pypi_gets_links_that_work() -> None:

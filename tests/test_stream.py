@@ -16,6 +16,7 @@ import anybit
 from anybit.checkpoint import rewrite, stream
 from anybit.checkpoint.save_load import load_dense
 from anybit.checkpoint.stream import Quantization, quantize_checkpoint
+from anybit.checkpoint.trial import try_out
 from anybit.errors import InvalidInput
 from anybit.files.directory import held, write_json
 from anybit.files.safetensors import ShardWriter
@@ -404,3 +405,18 @@ def test_no_layer_of_the_model(tmp_path):
     save_file({f"x.{n}": t for n, t in tensors.items()}, source / "model.safetensors")
     with pytest.raises(ValueError, match=r"no file holds 21 tensors of the model.* fit none"):
         quantize_checkpoint(source, tmp_path / "out", "int4")
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.codes4"])
+def test_a_writer_tries_out_what_it_wrote(lost, tmp_path):
+    """A tensor that is not there, and one of another shape, by the class that will read them."""
+    quantize_checkpoint(dense(tmp_path / "dense"), tmp_path / "out", "int4")
+    try_out(tmp_path / "out")
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    for damaged in (
+        {name: tensor for name, tensor in whole.items() if name != lost},
+        whole | {"model.norm.weight": torch.ones(3)},
+    ):
+        save_file(damaged, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="could not be loaded, which is a fault of anybit"):
+            try_out(tmp_path / "out")

@@ -1,5 +1,6 @@
 """Times of work that is compared: turns, what one raises, the read floor."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_what_raises_on_a_cpu_stops_no_other() -> None:
     assert isinstance(found[1], float)
     with pytest.raises(KeyError):
         timing.median_us([broken], CPU)
+
+
+def test_every_copy_is_called_once_before_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call may lay out its copy's weight, which takes longer than the product."""
+    clock, calls = [0.0], [0] * 8
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def product(copy: int) -> None:
+        clock[0] += 1e-6 if calls[copy] else 1.0
+        calls[copy] += 1
+
+    copies = [partial(product, copy) for copy in range(len(calls))]
+    assert timing.median_us(copies, CPU) == pytest.approx(1.0)
+    assert max(calls) - min(calls) <= 1  # they take turns
 
 
 @pytest.mark.parametrize(

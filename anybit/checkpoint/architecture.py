@@ -301,7 +301,7 @@ def check_model(source: Path) -> Any:
     if not quantization_of(read_json(source / "config.json"), source):
         found = layout(stored_tensors(source), model, lambda name: False)
         check_missing(source, found.missing, found.unexpected)
-        check_fit(source, found, model)
+        check_fit(source, found.names, found.stored, model.state_dict())
     return type(model)
 
 

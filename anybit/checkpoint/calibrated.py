@@ -219,3 +219,4 @@ def finish(partial: Path, source: Path, work: Quantization, model: nn.Module, pr
     write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(partial / "config.json", work.new_config)
     copy_others(source, partial)
+    work.try_out(partial)

@@ -177,22 +177,27 @@ def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[s
         )
 
 
-def check_fit(source: object, found: Layout, model: Any) -> None:
-    """Raise InvalidInput when a dense model's tensors are no parameters of it.
+def check_fit(
+    source: object,
+    names: Mapping[str, str],
+    stored: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+) -> None:
+    """Raise InvalidInput when dense tensors are not those of a model.
 
     transformers would print a table of shapes, and take whole numbers for weights: they are what is
     left of another tool's codes when config.json no longer tells of them.
 
     Args:
         source: Directory of the model.
-        found: Of its tensors.
-        model: On the meta device.
+        names: The model's names for those that are one of its tensors as they are.
+        stored: The tensors.
+        state: The model's, on the meta device.
     """
-    state = model.state_dict()
-    for name, own in found.names.items():
+    for name, own in names.items():
         if own not in state:  # one of several experts
             continue
-        want, tensor = state[own], found.stored[name]
+        want, tensor = state[own], stored[name]
         whole = want.is_floating_point() and not tensor.torch_dtype.is_floating_point
         if whole or tensor.shape != want.shape:
             kind = "floats" if want.is_floating_point() else "numbers"

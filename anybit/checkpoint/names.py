@@ -5,6 +5,7 @@ merges some (experts) and cuts others (fused q, k and v). `Names` applies its ta
 `layout.py` says what each tensor of a checkpoint is.
 """
 
+import copy
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,10 +76,26 @@ class Names:
 
         return str(rename_source_key(name, self.back, [], reverse=True)[0])
 
+    def before(self, name: str) -> str:
+        """The name in checkpoints that transformers' renamings make this one of."""
+        for renaming in self.back:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
 
 def natural(name: str) -> list[tuple[int, int | str]]:
     """A key that sorts names as transformers does: numbers by value."""
     return [(0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"(\d+)", name) if p]
+
+
+def as_they_are(table: Names, names: Iterable[str]) -> dict[str, str]:
+    """The model's names for stored tensors that it has as they are."""
+    out = {}
+    for name in sorted(names, key=natural):
+        found, converter, _ = table.in_model(name)
+        if converter is None and found in table.state:
+            out[name] = found
+    return out
 
 
 def known_layout(module: Any) -> ExpertLayout:
@@ -136,24 +153,45 @@ def any_of(patterns: Iterable[str] | None) -> Callable[[str], bool]:
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def renaming(names: Mapping[str, str], table: list[Any]) -> Any:
-    """A renaming for transformers' loader: the given names, and its own table for all others.
+def conversions(names: Mapping[str, str], table: Iterable[Any]) -> list[Any]:
+    """A table for transformers' loader: the given names, and its own for all others.
 
     Args:
         names: Names in the model by names in the checkpoint.
-        table: transformers' renamings, which are applied in order.
+        table: transformers' own.
     """
     from transformers.core_model_loading import WeightRenaming
+
+    own = frozenset(names.values())
+    renamings = [c for c in table if isinstance(c, WeightRenaming)]
 
     class Renaming(WeightRenaming):
         def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
             if source_key in names:
                 return names[source_key], None
-            for own in table:
-                source_key, _ = own.rename_source_key(source_key)
+            for other in renamings:
+                source_key, _ = other.rename_source_key(source_key)
             return source_key, None
 
-    return Renaming("", "")
+    def sparing(converter: Any) -> Any:
+        """The converter for all tensors but those that have their names."""
+        kind: Any = type(converter)
+
+        class Sparing(kind):  # type: ignore[misc]
+            __slots__ = ()
+
+            def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+                if source_key in own:
+                    return source_key, None
+                renamed: tuple[str, str | None] = converter.rename_source_key(source_key)
+                return renamed
+
+        own_copy = copy.copy(converter)
+        own_copy.__class__ = Sparing
+        return own_copy
+
+    others = [c for c in table if not isinstance(c, WeightRenaming)]
+    return [Renaming("", ""), *map(sparing, others)]
 
 
 @contextmanager

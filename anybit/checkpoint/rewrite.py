@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from anybit.checkpoint.card import write_card
+from anybit.checkpoint.trial import try_out
 from anybit.errors import InvalidInput
 from anybit.files.directory import (
     check_absent,
@@ -94,6 +95,10 @@ class Rewrite(ABC):
     def how(self) -> str:
         """The quantizer in words, for the model card."""
         return ""
+
+    def try_out(self, directory: Path) -> None:
+        """Raise InvalidInput when what was written cannot be read."""
+        try_out(directory)
 
     def parts(self, unit: str) -> list[str]:
         """Names of the source's tensors that a unit is read from."""
@@ -257,6 +262,7 @@ def finish(partial: Path, source: Path, work: Rewrite) -> int:
         write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(partial / "config.json", work.new_config)
     copy_others(source, partial)
+    work.try_out(partial)
     return total
 
 

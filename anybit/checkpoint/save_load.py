@@ -16,6 +16,7 @@ from anybit.checkpoint.architecture import load_model
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
+from anybit.checkpoint.trial import try_out
 from anybit.errors import InvalidInput, InvalidType
 from anybit.files.directory import (
     copy_others,
@@ -54,6 +55,7 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
         InvalidInput: No layer of the model is quantized.
         OSError: The disk is too small.
     """
+    import transformers
     from transformers import PreTrainedModel
 
     check_module(model, "save")
@@ -71,6 +73,8 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
         model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)
         if (source / "config.json").is_file():
             copy_others(source, temporary)
+        if getattr(transformers, type(model).__name__, None) is type(model):
+            try_out(temporary)
         layers = [(m.scheme, m.shape) for _, m in quantized_modules(model) if not m.is_copy]
         write_card(temporary, str(getattr(model, "name_or_path", "")), layers)
 

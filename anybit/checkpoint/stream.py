@@ -252,7 +252,7 @@ def plan_quantization(
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     found = found.without(f"{head}.weight" for head in sharing)  # files may hold it twice
     check_missing(source, found.missing, found.unexpected)
-    check_fit(source, found, model)
+    check_fit(source, found.names, found.stored, model.state_dict())
     if found.unexpected and stated:  # what lies beside weights that are codes
         raise quantized_already(source, stated)
     if found.unexpected:

@@ -149,14 +149,25 @@ def quantize(
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length", "kv_scales")
     say(f"reading {model}")
+    from anybit.checkpoint.foreign.ready import dense_directory
     from anybit.checkpoint.quantize import quantize_directory
-    from anybit.cli.options import calibration_of, default_calibration, plan_of_options
+    from anybit.checkpoint.rewrite import check_paths
+    from anybit.cli.options import (
+        calibration_of,
+        default_calibration,
+        plan_of_options,
+        warn_of_few_bits,
+    )
 
     chosen = plan_of_options(formats, plan, calibrate is not None)
-    if calibrate is None:
-        text = default_calibration(chosen, method)
-    else:
+    text = None
+    if calibrate is not None:
         text = calibration_of(calibrate, samples, length, kv_scales)
+    elif formats or plan or method:
+        dense_directory(check_paths(model, out, overwrite))  # before a word of what comes next
+        text = default_calibration(chosen, method)
+    if text is None:
+        warn_of_few_bits(chosen)
     rounded = calibrate is None and method is None
     with pushing(out, push_to):
         typer.echo(

@@ -213,8 +213,10 @@ def code(text: str) -> Syntax:
 
 def pico() -> Path:
     """The directory of the demonstration model, which a clone of the repository holds."""
-    path = Path(anybit.__file__).parent.parent / "models" / "pico"
-    if not (path / "config.json").is_file():
+    beside = Path(anybit.__file__).parent.parent  # the package, in a clone
+    found = (root / "models" / "pico" for root in (beside, Path()))
+    path = next((path for path in found if (path / "config.json").is_file()), None)
+    if path is None:
         raise FileNotFoundError(
             "the demo needs a clone of the repository: its model, models/pico, is not in the "
             "package; run `make demo` in a clone, or `anybit quantize ORG/NAME -o OUT` anywhere"

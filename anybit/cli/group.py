@@ -35,8 +35,8 @@ class Commands(TyperGroup):
             with warnings.catch_warnings():
                 warnings.showwarning = show_warning  # type: ignore[assignment]
                 return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("\ninterrupted", err=True)
+        except KeyboardInterrupt as interrupt:
+            typer.echo("; ".join(["\ninterrupted", *map(str, interrupt.args)]), err=True)
             raise typer.Exit(INTERRUPTED) from None
         except (AnybitError, OSError, ImportError) as error:
             if os.environ.get("ANYBIT_DEBUG") or getattr(error, "errno", None) == errno.EPIPE:
@@ -96,15 +96,28 @@ def pushing(out: Path, repository: str | None) -> Iterator[None]:
         InvalidInput: The name is none, or there is no token that the hub knows.
         Unsupported: The hub cannot be reached, or does not take it.
     """
-    if repository is None:
-        yield
-        return
-    from anybit.files.hub import check_push, push
+    if repository is not None:
+        from anybit.files.hub import check_push, push
 
-    check_push(repository)
-    yield
+        check_push(repository)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept(out)) from None
+    if repository is None:
+        return
     say(f"pushing {out} to {repository}")
     typer.echo(push(out, repository))
+
+
+def kept(out: Path) -> str:
+    """What an interrupted run that writes OUT has left, in words."""
+    from anybit.checkpoint.rewrite import partial_of
+
+    partial = partial_of(out)
+    if partial.is_dir() and any(partial.iterdir()):
+        return f"{partial} keeps what is done: the same command goes on from there"
+    return "nothing is kept"
 
 
 def examples(*lines: str, title: str = "Examples") -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from anybit.core.scheme import parse_scheme
 from anybit.evaluate.corpus import calibration_text, prose
@@ -71,6 +72,18 @@ def default_calibration(plan: Mapping[str, str | None], method: str | None) -> C
     )
     length = LENGTHS["cuda" if torch.cuda.is_available() else "cpu"]
     return Calibration(texts, samples=WINDOWS, length=length)
+
+
+def warn_of_few_bits(plan: Mapping[str, str | None]) -> None:
+    """Say what becomes of a model whose weights are rounded to fewer than 3 bits."""
+    for scheme in filter(None, plan.values()):
+        if parse_scheme(scheme)[0].bits_per_weight((4096, 4096)) < 3:
+            text = (
+                f"{scheme} without calibration: a model rounded to so few bits writes nonsense, as "
+                "a rule; leave out --method, or give --calibrate FILE"
+            )
+            typer.secho(f"warning: {text}", fg="yellow", err=True)
+            return
 
 
 def gains_by_data(plan: Mapping[str, str | None]) -> str:

@@ -397,7 +397,8 @@ def parsed(spec: str) -> Format:
     if name not in FORMATS:
         known = f"{near(name, FORMATS)}; known: {', '.join(sorted(FORMATS))}"
         why = explained(name)
-        raise InvalidInput(f"unknown format {name!r} in {spec!r}" + (f": {why}" if why else known))
+        where = "" if name == spec else f" in {spec!r}"
+        raise InvalidInput(f"unknown format {name!r}{where}" + (f": {why}" if why else known))
     fmt = FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
     if fmt.group < 0:
         raise InvalidInput(

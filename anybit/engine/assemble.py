@@ -274,9 +274,11 @@ def granted(
 ) -> int | None:
     """What the user gives the cache, if that is said; InvalidInput where it is not there."""
     if free is not None and kv_bytes is not None and free < kv_bytes:
+        most = max(0, free - step)
         raise InvalidInput(
-            f"kv_bytes={kv_bytes} does not fit: {device} has {free} bytes for "
-            f"it, of which a step takes about {step}; give at most {max(0, free - step)}, or none"
+            f"kv_bytes={kv_bytes} ({kv_bytes / 1e9:.4g} GB) does not fit: {device} has "
+            f"{free / 1e9:.4g} GB for it, of which a step takes about {step / 1e9:.2g} GB; give at "
+            f"most {most} ({most / 1e9:.4g} GB), or none"
         )
     if free is not None and free < (kv_bytes or least):
         raise InvalidInput(

@@ -232,6 +232,12 @@ def load_draft(
         return further(loaded)
     if isinstance(draft, Loaded):
         own = draft
+        weights = next(own.model.parameters(), None)
+        if weights is not None and weights.device.type != device.type:
+            raise InvalidInput(
+                f"the draft model is on {weights.device}, and the model on {device}; load both "
+                "there"
+            )
     elif draft == "auto":
         if directory is None:
             raise InvalidInput("draft='auto' reads the model's directory; give a Loaded as draft")

@@ -102,7 +102,7 @@ def choose(
         tokens = torch.where(tokens == INVALID, tokens, of(adjusted).likeliest(adjusted, INVALID))
     if any(row.seq.params.temperature > GREEDY for row in rows):
         drawn = draw(adjusted, rows, tokens)
-        tokens = torch.where(tokens == INVALID, tokens, drawn.int())
+        tokens = torch.where(tokens == INVALID, tokens, drawn)
     return tokens
 
 
@@ -132,17 +132,17 @@ def copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def draw(logits: Tensor, rows: list[Row], greedy: Tensor) -> Tensor:
-    """Tokens (B,) by temperature, top-k, top-p and min-p; where the temperature is 0, `greedy`."""
+    """Tokens (B,) int32 by temperature, top-k, top-p and min-p; `greedy` at temperature 0."""
     params, device = [row.seq.params for row in rows], logits.device
     warm = [i for i, p in enumerate(params) if p.temperature > GREEDY]
     ranked = [i for i in warm if params[i].top_k or params[i].top_p < 1]
-    tokens = greedy.long()
+    tokens = greedy
     for some in filter(None, (ranked, sorted({*warm} - {*ranked}))):
         every = len(some) == len(rows)
         at = tensor(some, device, torch.int64)
         keys = tensor([rows[i].seq.key(rows[i].at) for i in some], device, torch.int32)
         x, best = (logits, greedy) if every else (logits[at], greedy[at])
-        drawn = among([params[i] for i in some], x, best, keys, some is ranked)
+        drawn = among([params[i] for i in some], x, best, keys, some is ranked).int()
         tokens = drawn if every else tokens.index_copy(0, at, drawn)
     return tokens
 

@@ -223,7 +223,7 @@ def reading(
         found = layout(stored_tensors(directory), model, lambda name: True)
         if formats is None:
             check_missing(directory, found.missing, found.unexpected)
-            check_fit(directory, found, model)
+            check_fit(directory, found.names, found.stored, model.state_dict())
         stored, known = found.stored, {*found.names, *found.unexpected}
         read = set(found.names if formats is None else stored.keys() - found.unexpected)
     return Reading(

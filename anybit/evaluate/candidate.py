@@ -21,6 +21,7 @@ from anybit.evaluate.model import context_of, encode, load_text_model
 from anybit.evaluate.receipt import model_hashes
 from anybit.files.texts import Text
 from anybit.kernels.processor import processor
+from anybit.quantizers.calibration.chat import before_text
 from anybit.version import __version__
 
 LLAMA_CPP = "llama.cpp:"
@@ -38,6 +39,7 @@ class Candidate(Protocol):
         context: the longest sequence, in tokens.
         hashes: SHA-256 of its files, by name; what is known of it else.
         versions: of the packages that run it. hardware: "device", "threads" and "dtype".
+        begin: token ids that the engine's tokenizer puts before a text.
         told: of how many tokens it tells the probability at each position; None: of all.
     """
 
@@ -46,6 +48,7 @@ class Candidate(Protocol):
     hashes: dict[str, str]
     versions: dict[str, str]
     hardware: dict[str, Any]
+    begin: list[int]
     told: int | None
 
     def __call__(self, ids: Tensor) -> Any:
@@ -84,6 +87,7 @@ class Transformers:
         path = ready(model)
         self.model, self.tokenizer = load_text_model(path)
         self.device: torch.device = self.model.device
+        self.begin = before_text(self.tokenizer)
         self.context = context_of(self.model)
         self.hashes = model_hashes(path)
         self.versions = {name: version(name) for name in ("transformers", "tokenizers")}

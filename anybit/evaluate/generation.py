@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from anybit.errors import InvalidInput
 from anybit.evaluate.model import context_of
+from anybit.evaluate.perplexity import begun
 
 CONTEXT_LINES = 24  # of the module that a prompt shows before the function
 PROMPTS = 16  # that models continue greedily
@@ -122,7 +123,10 @@ def parse_rate(
 
 
 def greedy_prompts(
-    documents: Sequence[Tensor], counted: Sequence[Tensor] | None, window: int
+    documents: Sequence[Tensor],
+    counted: Sequence[Tensor] | None,
+    window: int,
+    begin: Sequence[int] = (),
 ) -> tuple[list[Tensor], int]:
     """What models go on from greedily, and how many tokens they write at most.
 
@@ -130,13 +134,22 @@ def greedy_prompts(
         documents: Token ids, each (T,).
         counted: Of conversations, which tokens are answers, (T,) bool each; None of plain text.
         window: Tokens, in which a prompt and what is written after it have to fit.
+        begin: As `measure` takes it; pieces begin with it, as windows do.
 
     Returns:
         At most `PROMPTS` prompts on the CPU, evenly spaced over all: pieces of `READ` tokens, or
         all that comes before the first answer of a conversation.
     """
     if counted is None:
-        count, pieces = WRITTEN, [p for ids in documents for p in ids.split(READ) if len(p) == READ]
+        count, pieces = (
+            WRITTEN,
+            [
+                begun(piece, ids, begin)
+                for ids in documents
+                for piece in ids.split(READ)
+                if len(piece) == READ
+            ],
+        )
     else:
         both = zip(documents, counted, strict=True)
         count, pieces = ANSWER, [ids[: int(mask.int().argmax())] for ids, mask in both]

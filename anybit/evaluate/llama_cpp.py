@@ -46,6 +46,7 @@ class LlamaCpp:
             LONGEST,
         )
         self.context = min(int(trained), LONGEST)
+        self.begin: list[int] = self.llama.tokenize(b"", add_bos=True, special=False)
         self.hashes = {path.name: file_hash(path)}
         self.versions = {"llama-cpp-python": version("llama-cpp-python")}
         self.hardware = here() | {"dtype": "llama.cpp"}

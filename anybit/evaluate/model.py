@@ -62,7 +62,7 @@ def complete(
     inputs = encode(tokenizer, prompt)[None].to(model.device)
     count, context = inputs.shape[1], context_of(model)
     if count == 0:
-        raise InvalidInput("the prompt is empty, and this model's tokenizer has no BOS token")
+        raise InvalidInput("the prompt is empty, and this model's tokenizer puts nothing before it")
     if count + max_tokens > context:
         raise InvalidInput(
             f"a prompt of {count} tokens and max_tokens={max_tokens} exceed the model's context of "
@@ -82,15 +82,11 @@ def complete(
 
 
 def encode(tokenizer: Any, text: Text) -> Tensor:
-    """Token ids (T,) of a text that begins with the BOS token, where the tokenizer has one.
+    """Token ids (T,) of a text, which begins with BOS where the tokenizer puts it there.
 
-    Some tokenizers add it, some leave that to the caller; a model that knows one was trained to
-    find it at the beginning of a document. A conversation begins as its chat template says.
+    A conversation begins as its chat template says.
     """
-    ids, bos = tokenized(text, tokenizer), tokenizer.bos_token_id
-    if isinstance(text, str) and bos is not None and ids[:1] != [bos]:
-        ids = [bos, *ids]
-    return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(tokenized(text, tokenizer), dtype=torch.int64)
 
 
 def context_of(model: Any) -> int:

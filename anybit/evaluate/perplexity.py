@@ -135,6 +135,7 @@ def measure(
     batch: int = 1,
     dense: Model | Rows | None = None,
     counted: Sequence[Tensor] | None = None,
+    begin: Sequence[int] = (),
     most: int | None = None,
     step: Callable[[int], None] = lambda tokens: None,
 ) -> Tokens:
@@ -144,6 +145,8 @@ def measure(
         once, with at least `window - stride` tokens of context, or all that precede it.
     counted: for each document which of its tokens count, (T,) bool; all by default. The others are
         context alone.
+    begin: token ids that documents begin with (BOS). Every window of a document that does begins
+        with them, too, in place of its first tokens.
     window: tokens that the model sees at once. stride: tokens scored in a window after a
         document's first; half a window by default. A smaller one gives more context for more time.
     batch: windows in one call of the models; shorter ones are padded at their end, which a causal
@@ -158,7 +161,7 @@ def measure(
     fp32.
     """
     values, places, done = list[Tensor](), list[Tensor](), 0
-    parts = itertools.islice(all_windows(documents, counted, window, stride), most)
+    parts = itertools.islice(all_windows(documents, counted, window, stride, begin), most)
     while some := list(itertools.islice(parts, batch)):
         ids = torch.nn.utils.rnn.pad_sequence([part for _, part, _ in some], batch_first=True)
         logits = logits_of(model, ids)
@@ -188,11 +191,12 @@ def all_windows(
     counted: Sequence[Tensor] | None,
     window: int,
     stride: int | None = None,
+    begin: Sequence[int] = (),
 ) -> Iterator[tuple[int, Tensor, slice | Tensor]]:
     """The number of its document, and what `scored_windows` says, of each window to score."""
     masks: Sequence[Tensor | None] = counted or [None] * len(documents)
     for number, (document, mask) in enumerate(zip(documents, masks, strict=True)):
-        for ids, at in scored_windows(document, mask, window, stride):
+        for ids, at in scored_windows(document, mask, window, stride, begin):
             yield number, ids, at
 
 
@@ -208,11 +212,14 @@ def mean_and_error(sums: Tensor, counts: Tensor) -> tuple[float, float]:
     return mean, math.sqrt(spread * len(sums) / (len(sums) - 1)) / counts.sum().item()
 
 
-def windows(ids: Tensor, window: int, stride: int | None = None) -> Iterator[tuple[Tensor, int]]:
+def windows(
+    ids: Tensor, window: int, stride: int | None = None, begin: Sequence[int] = ()
+) -> Iterator[tuple[Tensor, int]]:
     """Token ids of each window of a document, and the index in it of the first token it scores.
 
     The first window scores all its tokens but the first, every later one the `stride` tokens at its
-    end. The last window ends with the document.
+    end. The last window ends with the document. If the document begins with `begin`, later windows
+    do so as well, in place of as many of the tokens that they do not score.
     """
     stride = max(window // 2, 1) if stride is None else stride
     if not 1 <= stride < window:
@@ -221,19 +228,25 @@ def windows(ids: Tensor, window: int, stride: int | None = None) -> Iterator[tup
     while done < len(ids):
         stop = min(window if done == 1 else done + stride, len(ids))
         start = max(0, stop - window)
-        yield ids[start:stop], done - start
+        yield begun(ids[start:stop], ids, begin[: done - start]), done - start
         done = stop
 
 
 def scored_windows(
-    document: Tensor, mask: Tensor | None, window: int, stride: int | None
+    document: Tensor,
+    mask: Tensor | None,
+    window: int,
+    stride: int | None,
+    begin: Sequence[int] = (),
 ) -> Iterator[tuple[Tensor, slice | Tensor]]:
     """Token ids of each window with something to score, and which of its tokens but the first."""
     if mask is None:
-        for ids, first in windows(document, window, stride):
+        for ids, first in windows(document, window, stride, begin):
             yield ids, slice(first - 1, len(ids) - 1)
         return
-    parts = zip(windows(document, window, stride), windows(mask, window, stride), strict=True)
+    parts = zip(
+        windows(document, window, stride, begin), windows(mask, window, stride), strict=True
+    )
     for (ids, first), (own, _) in parts:
         at = own[first:].nonzero()[:, 0] + first - 1
         if len(at):
@@ -346,11 +359,22 @@ class Remembered:
         return logits
 
 
-def excerpts(documents: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
+def begun(part: Tensor, document: Tensor, begin: Sequence[int]) -> Tensor:
+    """A part of a document, which begins with `begin` in place of its first tokens if the whole
+    document begins so."""
+    kept = document[: len(begin)]
+    same = kept.tolist() == list(begin)
+    return torch.cat((kept[: len(part)], part[len(kept) :])) if begin and same else part
+
+
+def excerpts(
+    documents: Sequence[Tensor], tokens: int | None, begin: Sequence[int] = ()
+) -> list[Tensor]:
     """The middle of every document, so that all together have at most `tokens` tokens.
 
     One length for all; documents that are shorter come whole. The middle, because beginnings
-    (licences, imports) are harder to predict than the rest. None takes everything.
+    (licences, imports) are harder to predict than the rest. None takes everything. A document that
+    begins with `begin` (BOS) keeps that before its excerpt.
     """
     if tokens is None or sum(map(len, documents)) <= tokens:
         return list(documents)
@@ -363,4 +387,6 @@ def excerpts(documents: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
             break
         room -= size
     starts = [max(0, len(ids) - length) // 2 for ids in documents]
-    return [ids[at : at + length] for ids, at in zip(documents, starts, strict=True)]
+    return [
+        begun(ids[at : at + length], ids, begin) for ids, at in zip(documents, starts, strict=True)
+    ]

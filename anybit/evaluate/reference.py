@@ -26,7 +26,7 @@ from anybit.files.directory import check_space
 from anybit.files.safetensors import Stored, read_header
 
 KEY = "anybit_reference"
-VERSION = 3
+VERSION = 4
 # What models do to the head's output, by the name in their config.
 AFTER = {
     "final_logit_softcapping": lambda x, c: torch.tanh(x / c) * c,
@@ -128,10 +128,11 @@ def read_reference(path: Path) -> Reference:
             raise wrong
         if not all(token.isdigit() and word == str(word) for token, word in about["words"].items()):
             raise wrong
+        begin = about["begin"]
         tokens = sum(1 for _ in positions(documents, counted, about["window"]))
         if tokens != len(got["hidden"]):
             raise wrong
-        prompts, count = greedy_prompts(documents, counted, about["window"])
+        prompts, count = greedy_prompts(documents, counted, about["window"], begin)
         written = got.get("written")
         if written is not None and written.shape != (len(prompts), count):
             raise wrong
@@ -172,7 +173,7 @@ class Recorder:
         head = model.get_output_embeddings()
         self.model, self.head, self.about = model, head, about
         self.documents, self.counted = documents, counted
-        self.parts = all_windows(documents, counted, about["window"])
+        self.parts = all_windows(documents, counted, about["window"], begin=about["begin"])
         self.after: dict[str, float] | None = None
         self.hidden = list[Tensor]()
         self.seen: tuple[Tensor, Tensor] | None = None

@@ -85,20 +85,21 @@ def evaluate(
             hashes["against"] = dense.hashes
         # Servers write a token after all that they score, so that a pass for them leaves it room.
         window = min(candidate.context - bool(save), LONGEST)
-        documents, counted = tokenized(texts.texts, dense or candidate, tokens, answers_only)
+        source = dense or candidate
+        documents, counted = tokenized(texts.texts, source, tokens, answers_only)
         hashes |= {"text": texts.sha256, "tokens": token_hash(documents, counted)}
-        about = {"text": texts.name, "window": window, "hashes": hashes}
+        about = {"text": texts.name, "window": window, "begin": source.begin, "hashes": hashes}
         if dense or save:
-            about["words"] = some_words(dense or candidate, documents)
+            about["words"] = some_words(source, documents)
     if dense:
         check_words(candidate, about["words"], f"{model} and {against}")
     scored: Any = recorder(candidate, documents, counted, about) if save else candidate
     on_device = [ids.to(candidate.device) for ids in documents]
-    options: dict[str, Any] = {"window": window, "counted": counted}
+    options: dict[str, Any] = {"window": window, "counted": counted, "begin": about["begin"]}
     kept = (mask[1:] for mask in counted) if counted else (ids[1:] >= 0 for ids in documents)
     with progress("scoring", sum(int(mask.sum()) for mask in kept)) as step:
         got = measure(scored, on_device, dense=dense, step=step, **options)
-    prompts, count = greedy_prompts(documents, counted, window)
+    prompts, count = greedy_prompts(documents, counted, window, about["begin"])
     if save:
         recorded = scored.reference().to(candidate.device)
         about["floor"] = floor(candidate, on_device, recorded, options)
@@ -165,7 +166,7 @@ def tokenized(
 ) -> tuple[list[Tensor], list[Tensor] | None]:
     """Token ids of documents, at most `tokens` in all, and which of them are answers."""
     if not answers_only:
-        return excerpts([source.encode(text) for text in texts], tokens), None
+        return excerpts([source.encode(text) for text in texts], tokens, source.begin), None
     if not isinstance(source, Transformers):
         raise Unsupported(
             "--answers-only needs a tokenizer with a chat template: name the dense model, --against"

@@ -40,6 +40,7 @@ class Server:
         self.name: str = model["id"]
         self.device = torch.device("cpu")
         self.context = int(model.get("max_model_len") or LONGEST + 1) - 1  # it writes one token
+        self.begin = list[int]()  # it reads no text here
         self.hashes = {"server": self.name}
         self.versions = dict[str, str]()
         self.hardware = {"device": url, "threads": None, "dtype": self.name}
@@ -50,9 +51,9 @@ class Server:
 
         Raises ConnectionError where there is no server, InvalidInput for what it refuses.
         """
-        import httpx
-
         with reached(self.url):
+            import httpx
+
             got = httpx.request(
                 method, self.url + path, json=body, headers=self.headers, timeout=600
             )

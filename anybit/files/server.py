@@ -27,9 +27,16 @@ def first_model(models: Any) -> dict[str, Any]:
 
 @contextmanager
 def reached(url: str) -> Iterator[None]:
-    """Inside, ConnectionError where no server answers at an address."""
-    import httpx
+    """Inside, ConnectionError where no server answers at an address.
 
+    Raises ImportError with the remedy where httpx is missing.
+    """
+    try:
+        import httpx
+    except ImportError:
+        raise ImportError(
+            f"asking {url} needs httpx; install it with: pip install 'anybit[serve]'"
+        ) from None
     try:
         yield
     except (httpx.TransportError, httpx.InvalidURL) as error:

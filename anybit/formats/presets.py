@@ -4,7 +4,7 @@ import torch
 
 CANDIDATES = (  # of `anybit plan`
     "int2:group=32,zero", "int3:group=128", "int3:group=32", "int4:group=128", "int4:group=32",
-    "int5:group=128", "fp5", "int6:group=128", "fp6", "int8",
+    "int5:group=128", "fp5", "int6:group=128", "fp:e2m3", "int8",
 )  # fmt: skip
 # Beside them where the budget is below 3 bits, with which integers lose over a nat. Encoding takes
 # long on a CPU, and `look` is the code that all kernels multiply in its bits.
@@ -26,10 +26,11 @@ def candidates(bits: float) -> tuple[str, ...]:
 def default_format(calibrated: bool) -> tuple[str, str]:
     """The format of `anybit quantize` on this machine, and why, in words.
 
-    calibrated: whether there is data to calibrate on, without which 4 bits lose much.
+    calibrated: whether there is text to calibrate on. Without it 4 bits lose much, and of 6 bits
+    `fp:e2m3` loses half of what `fp6` does (docs/accuracy.md).
     """
     if not calibrated:
-        return "fp6", "6 bits, close to the unquantized model without calibration data"
+        return "fp:e2m3", "6 bits, rounded to nearest: close to the unquantized model, in seconds"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         return "liquid@int8", "4 bits with the fastest kernels of this GPU"
     return "int4:group=64,zero", "4 bits, which calibration keeps close to the unquantized model"

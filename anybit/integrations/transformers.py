@@ -19,17 +19,15 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.checkpoint.names import Names, ignored_unexpected, renaming
-from anybit.checkpoint.places import Place, places
-from anybit.core.packed import Packed, is_codes, tensor_shapes
+from anybit.checkpoint.names import conversions
+from anybit.checkpoint.swap import in_place_of, new_layers, put, share, swap_for_stored
+from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored, read_header
-from anybit.nn.embedding import QuantEmbedding, embedding_layers
+from anybit.files.safetensors import read_header
+from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import (
-    FUSED,
     Experts,
-    expert_layers,
     fused_experts,
     split,
 )
@@ -39,12 +37,8 @@ from anybit.nn.model import (
     dense_layers,
     dequantize_,
     full_plan,
-    is_linear,
     linear_schemes,
     quantized_modules,
-    replace,
-    under_all_names,
-    weight_of,
 )
 from anybit.nn.multiplier import Keep, check_keep
 from anybit.nn.plan import (
@@ -52,13 +46,11 @@ from anybit.nn.plan import (
     VERSION,
     Plan,
     Spec,
-    canonical,
-    patterns_for,
     quantization_config,
     stored_plan,
 )
 from anybit.nn.quantized import Quantized
-from anybit.nn.tied import forget_ties, sharing_heads, tied_heads
+from anybit.nn.tied import sharing_heads
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
@@ -121,10 +113,9 @@ class AnybitQuantizer(HfQuantizer):
 
     quantization_config: AnybitConfig
     error: Exception | None = None  # the first that a weight caused; see Quantize
-    apart = False  # whether experts were taken apart
     heads: Mapping[str, str] = MappingProxyType({})  # -> embeddings whose codes they share
     types: Mapping[str, torch.dtype] = MappingProxyType({})  # of parameters, before they are loaded
-    names: Mapping[str, str] = MappingProxyType({})  # of stored codes, in the model
+    names: Mapping[str, str] = MappingProxyType({})  # of stored codes and experts, in the model
     table: Sequence[Any] = ()  # transformers' own for names
 
     def _process_model_before_weight_loading(
@@ -145,18 +136,12 @@ class AnybitQuantizer(HfQuantizer):
         def planned(name: str, dtype: torch.dtype) -> torch.dtype:
             return next((plan[p] for p in plan if re.search(rf"\b{p}\b", name)), dtype)
 
-        schemes = {name: layer.scheme for name, layer in fill.items()}
-        self.heads = sharing_heads(model, schemes)
-        forget_ties(model, self.heads)
-        with under_all_names(model):
-            for name, layer in fill.items():
-                replace(model, name, layer)
-                if isinstance(layer, QuantLinear):
-                    layer.keep = self.quantization_config.keep
-                layer.weight_dtype = planned(name, layer.weight_dtype)
-        share(model, self.heads)
+        self.heads = put(model, fill)
+        for name, layer in fill.items():
+            if isinstance(layer, QuantLinear):
+                layer.keep = self.quantization_config.keep
+            layer.weight_dtype = planned(name, layer.weight_dtype)
         self.types = {name: planned(name, p.dtype) for name, p in model.named_parameters()}
-        self.apart = any(isinstance(module, Experts) for module in model.modules())
 
     def param_needs_quantization(
         self, model: "PreTrainedModel", param_name: str, **kwargs: Any
@@ -170,17 +155,8 @@ class AnybitQuantizer(HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         """Codes go to their layers, and experts that are stored one by one stay like that."""
         if self.pre_quantized:
-            if self.apart:
-                fused = tuple(f".experts.{name}" for name in ("up_proj", *FUSED))
-                weight_conversions = [
-                    c for c in weight_conversions if not str(c.target_patterns[0]).endswith(fused)
-                ]
             self.table = weight_conversions
-            from transformers.core_model_loading import WeightRenaming
-
-            renamings = [c for c in weight_conversions if isinstance(c, WeightRenaming)]
-            others = [c for c in weight_conversions if not isinstance(c, WeightRenaming)]
-            weight_conversions = [renaming(self.names, renamings), *others]
+            weight_conversions = conversions(self.names, weight_conversions)
         return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
     def get_quantize_ops(self) -> "Quantize":
@@ -303,35 +279,6 @@ def fill_experts(experts: Experts, whole: Tensor, name: str, tensor: str) -> Non
             setattr(layer, key, parameter)
 
 
-def new_layers(model: "PreTrainedModel") -> set[str]:
-    """Linear layers that the class which was saved has not, such as a classifier for a new task.
-
-    transformers gives them random weights, says so, and leaves it to the user to train them.
-    """
-    import transformers
-
-    names = getattr(model.config, "architectures", None) or [""]
-    saved = getattr(transformers, names[0], None)
-    if not isinstance(saved, type) or not issubclass(saved, transformers.PreTrainedModel):
-        return set()
-    if saved is type(model) or not isinstance(model.config, saved.config_class or ()):
-        return set()
-    with torch.device("meta"):
-        known = {name for name, _ in saved(model.config).named_modules()}
-    prefix = f"{model.base_model_prefix}."
-    known |= {prefix + name for name in known} | {name.removeprefix(prefix) for name in known}
-    return {name for name, m in model.named_modules() if is_linear(m) and name not in known}
-
-
-def share(model: nn.Module, heads: Mapping[str, str]) -> None:
-    """Let heads hold the tensors of embeddings, by their names."""
-    for head, words in heads.items():
-        layer, owner = model.get_submodule(head), model.get_submodule(words)
-        assert isinstance(layer, Quantized)
-        assert isinstance(owner, Quantized)
-        layer.share(owner)
-
-
 def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, Quantized]:
     """Empty layers with a placeholder `weight` for a dense checkpoint's linear layers.
 
@@ -356,88 +303,6 @@ def swap_for_dense(model: nn.Module, formats: Plan) -> dict[str, Quantized]:
             for key in experts.layout.tensors:
                 experts._parameters[key] = module._parameters[key]
     return out
-
-
-def swap_for_stored(
-    model: "PreTrainedModel", formats: Plan, stored: Mapping[str, Stored]
-) -> tuple[dict[str, Quantized], dict[str, str]]:
-    """Empty layers, of the dtypes that are stored, for the quantized layers of a checkpoint.
-
-    Args:
-        model: On the meta device, its experts not taken apart.
-        formats: The checkpoint's plan.
-        stored: Its tensors.
-
-    Returns:
-        The layers by name, and the model's names of stored tensors, theirs and those of experts, by
-        those in the checkpoint.
-
-    Raises:
-        InvalidInput: The plan, the model and the checkpoint's tensors do not agree.
-    """
-    coded = {key.rpartition(".")[0] for key in stored if is_codes(key)}
-    layers = coded | {key.removesuffix(".weight") for key in stored if key.endswith(".weight")}
-    table = Names(model)
-    whole = places(table, layers)
-    fused = expert_layers(model)
-    split(model, [name for name in fused if name in whole])
-    words = embedding_layers(model)
-    tied = {head: own for head, own in tied_heads(model).items() if own in words}
-    linear = {n: m for n, m in model.named_modules() if is_linear(m) or n in words}
-    where = {name: whole.get(name, Place(name, name)) for name in linear}
-    for head, own in tied.items():  # its codes are stored once
-        if where[own].stored in coded and head in where and where[head].stored not in layers:
-            where[head] = Place(where[head].saved, where[own].stored)
-    absent = {name for name, (_, own) in where.items() if own not in layers}
-    new = absent & new_layers(model) if absent else set()
-    ignored = ignored_unexpected(model)
-    out, placed = {}, set()
-    names: dict[str, str] = {}
-    for name, module in linear.items():
-        there, own = where[name]
-        if name in new:
-            continue
-        patterns = patterns_for(there, formats, name in words)
-        scheme = formats[patterns[-1]] if patterns else None
-        if (scheme is not None) != (own in coded):
-            raise InvalidInput(
-                f"{name}: config.json says {scheme or 'not quantized'}, but the checkpoint holds "
-                f"{'codes' if own in coded else 'no codes'} for it; copy it again"
-            )
-        placed.add(own)
-        if scheme is not None:
-            layer = stored_layer(canonical(scheme), module, own, stored)
-            out[name] = layer
-            if name not in tied or where[tied[name]].stored != own:
-                names |= {f"{own}.{key}": f"{name}.{key}" for key in layer.names}
-        elif name in fused and own in layers:  # transformers' table would merge it
-            names[f"{own}.weight"] = f"{name}.weight"
-    others = (name for name in coded - placed if ".experts." in name)
-    experts = sorted(n for n in others if not ignored(n) and not ignored(table.renamed(n)))
-    if experts:  # else they would be initialized at random, with no more than a warning
-        raise InvalidInput(
-            f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
-            f"and transformers' {type(model).__name__} has no such layers; anybit.LLM and vLLM "
-            "have, where they know the model"
-        )
-    return out, names
-
-
-def stored_layer(scheme: str, old: nn.Module, name: str, stored: Mapping[str, Stored]) -> Quantized:
-    """An empty layer in the place of `old`, of the dtypes that the checkpoint has under `name`."""
-    fmt, activation = parse_scheme(scheme)
-    weight = old.weight if isinstance(old, nn.Embedding) else weight_of(old)
-    shape = cast(tuple[int, int], tuple(weight.shape))
-    keys = (key for key in tensor_shapes(fmt, shape) if f"{name}.{key}" in stored)
-    tensors = {key: stored[f"{name}.{key}"].meta() for key in keys}
-    return in_place_of(old, Packed.from_tensors(fmt, shape, tensors, name), activation)
-
-
-def in_place_of(old: nn.Module, packed: Packed, activation: str | None) -> Quantized:
-    """The quantized layer of an unquantized one's kind."""
-    if isinstance(old, nn.Embedding):
-        return QuantEmbedding.instead_of(old, packed)
-    return QuantLinear.instead_of(old, packed, activation)
 
 
 register()

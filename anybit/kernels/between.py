@@ -260,7 +260,7 @@ class Family:
     def drawn(
         self, logits: Tensor, best: Tensor, temperature: Tensor, least: Tensor, keys: Tensor
     ) -> Tensor:
-        """A token (B,) of each row of logits (B, V), by a race (`races.race`).
+        """A token (B,), in any integer dtype, of each row of logits (B, V), by `races.race`.
 
         Args:
             logits: Of 16 or 32 bits.

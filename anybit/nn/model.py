@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from anybit.errors import InvalidInput, InvalidType, probing
 from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
+from anybit.nn.gates import gates
 from anybit.nn.linear import QuantLinear, is_conv1d
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
@@ -161,9 +162,9 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     """The plan that a spec stands for, with the layers that "*" does not mean.
 
     These are the output embeddings under whatever name, all layers that share the weight of an
-    embedding, and layers with fewer than `TINY` inputs or outputs. A head gets the format of the
-    embedding that it is tied to, unless a pattern names the head, too. Weights that are no linear
-    layers, but look like it, are logged.
+    embedding, those that make decays or choose experts, and layers with fewer than `TINY` inputs
+    or outputs. A head gets the format of the embedding that it is tied to, unless a pattern names
+    the head, too. Weights that are no linear layers, but look like it, are logged.
 
     Args:
         model: A dense model; it may be on the meta device.
@@ -179,10 +180,12 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
         if patterns and not {*patterns_for(name, plan)} - {"*"}:
             plan[name] = plan[patterns[-1]]
     heads = output_embeddings(model) | tied.keys()
+    deciding = gates(model)
     kept = {
         name
         for name, shape in shapes.items()
-        if (name in heads or min(shape) < TINY) and patterns_for(name, plan) == ["*"]
+        if (name in heads or name in deciding or min(shape) < TINY)
+        and patterns_for(name, plan) == ["*"]
     }
     for name in sorted(kept):
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
@@ -192,7 +195,11 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     fused = dict(fused_experts(model))
     experts = [n for n, m in model.named_modules() if holds_experts(m) and n not in fused]
     for names, why in (
-        (sorted(kept - heads), f"layers stay dense, with fewer than {TINY} inputs or outputs"),
+        (
+            sorted(kept - heads - deciding),
+            f"layers stay dense, of fewer than {TINY} inputs or outputs",
+        ),
+        (sorted(kept & deciding - heads), "layers stay dense, which make decays or choose experts"),
         (own, "layers stay dense, which do more than to multiply"),
         (experts, "blocks of experts stay dense, in a layout that anybit does not know"),
     ):

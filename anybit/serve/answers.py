@@ -389,6 +389,7 @@ class ChatAnswer(OpenAI):
     def choice(self, index: int, text: Text) -> dict[str, Any]:
         content = text.joined("content")
         message: dict[str, Any] = {"role": "assistant", "content": content}
+        message |= {"refusal": None, "annotations": []}
         if text.calls:
             message["content"] = content or None
             message["tool_calls"] = [
@@ -406,7 +407,7 @@ class ChatAnswer(OpenAI):
         return out | ({"token_ids": text.completion.tokens} if self.asked.token_ids else {})
 
     def first(self, index: int) -> list[dict[str, Any]]:
-        return [{"delta": {"role": "assistant", "content": ""}}]
+        return [{"delta": {"role": "assistant", "content": "", "refusal": None}}]
 
     def parts(self, step: Step) -> list[tuple[int, dict[str, Any]]]:
         text, delta = step.text, step.delta
@@ -434,7 +435,7 @@ class ChatAnswer(OpenAI):
         return [(text.completion.index, part) for part in parts]
 
     def logprobs(self, found: list[Logprob]) -> dict[str, Any] | None:
-        return {"content": self.spelled(found)} if found else None
+        return {"content": self.spelled(found), "refusal": None} if found else None
 
 
 def is_json(text: str) -> bool:

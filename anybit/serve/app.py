@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from anybit.engine.sequence import SamplingParams
 from anybit.serve import messages, mistakes, protocol, replies, responses, site
 from anybit.serve.answers import Asked, ChatAnswer, CompletionsAnswer
+from anybit.serve.bodies import Route
 from anybit.serve.gate import Gate
 from anybit.serve.infill import infill
 from anybit.serve.mistakes import WrongField
@@ -37,6 +38,7 @@ def create_app(llm: Model, settings: Settings, engine: Engine) -> FastAPI:
         title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.server = server
+    app.router.route_class = Route
     app.add_middleware(Gate, settings=settings, stopping=server.stopping)
     if settings.origins:
         app.add_middleware(

@@ -194,7 +194,10 @@ class Dialect:
         effort, thinking = body.reasoning_effort, body.enable_thinking
         if effort == "none" and "reasoning_effort" not in self.template:
             effort, thinking = None, bool(thinking)
-        thinking = False if body.thinking else thinking
+        if body.thinking and body.thinking.type == "disabled":
+            thinking = False
+        elif body.thinking and "enable_thinking" in self.template:  # others think as they do
+            thinking = True
         for name, value, usual in (
             ("reasoning_effort", effort, "medium"),
             ("verbosity", body.verbosity, "medium"),

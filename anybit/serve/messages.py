@@ -3,11 +3,13 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
@@ -92,6 +94,16 @@ class OutputConfig(protocol.Request):
     effort: str | None = None
 
 
+class Thinking(protocol.Thinking):
+    @model_validator(mode="after")
+    def budgeted(self) -> "Thinking":
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise PydanticCustomError(
+                "budget", "budget_tokens goes with the type enabled, and only it"
+            )
+        return self
+
+
 class CountRequest(protocol.Request):
     """POST /v1/messages/count_tokens: a conversation."""
 
@@ -102,7 +114,7 @@ class CountRequest(protocol.Request):
     system: Texts | None = None
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: protocol.Thinking | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     # Edits save tokens of long conversations. None is made here, and the answer says so.
     context_management: dict[str, Any] | None = None
@@ -175,7 +187,9 @@ class MessageReply(BaseModel):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: dict[str, int]
+    stop_details: None = None
+    container: None = None
+    usage: dict[str, Any]
 
 
 def joined(content: Texts | None) -> str:
@@ -216,25 +230,27 @@ def chat_messages(message: MessageParam) -> list[ChatMessage]:
 
 
 class MessagesAnswer(Answer):
-    """The answer, with a block for each part."""
+    """The answer, with a block for each part. silent: blocks of thoughts are empty."""
 
-    def __init__(self, asked: Asked, edits: bool):
+    def __init__(self, asked: Asked, edits: bool, silent: bool):
         super().__init__(asked, "msg_")
         self.edited: dict[str, Any] = {"context_management": {"applied_edits": []}} if edits else {}
+        self.silent = silent
 
     async def whole(self) -> dict[str, Any]:
         await self.end()
         (text,) = self.texts
-        return (
-            self._message([shown(block) for block in text.blocks], self._stop(text))
-            | {"usage": self._usage()}
-            | self.edited
-        )
+        blocks = [
+            shown(replace(block, text="") if self._hidden(block.kind) else block)
+            for block in text.blocks
+        ]
+        usage = self._usage() | SERVICE
+        return self._message(blocks, self._stop(text)) | {"usage": usage} | self.edited
 
     async def events(self) -> AsyncIterator[bytes]:
         (text,) = self.texts
-        usage = self._usage() | {"output_tokens": 0}
-        message = self._message([], {"stop_reason": None, "stop_sequence": None})
+        usage = self._usage() | {"output_tokens": 0} | SERVICE
+        message = self._message([], stopped(None))
         yield named({"type": "message_start", "message": message | {"usage": usage}})
         at = -1
         try:
@@ -249,6 +265,8 @@ class MessagesAnswer(Answer):
                             start = shown(Block(block.kind, "", block.id, block.name))
                             out += named({"type": "content_block_start", "index": at,
                                           "content_block": start})  # fmt: skip
+                        if self._hidden(piece.kind):
+                            continue
                         if piece.text and (piece.kind != "call" or is_object(text.blocks[at].text)):
                             out += named({"type": "content_block_delta", "index": at,
                                           "delta": delta(piece.kind, piece.text)})  # fmt: skip
@@ -257,7 +275,7 @@ class MessagesAnswer(Answer):
         except Failed as failed:
             yield named(mistakes.anthropic_error(failed.status, str(failed)))
             return
-        usage = {"output_tokens": self.counts[1]}
+        usage = self._usage()
         yield self._stopped(at) + named(
             {"type": "message_delta", "delta": self._stop(text), "usage": usage} | self.edited
         )
@@ -275,22 +293,44 @@ class MessagesAnswer(Answer):
     def _stop(self, text: Text) -> dict[str, Any]:
         reason, sequence = STOPS[text.finish or "stop"], text.completion.stop_reason
         if isinstance(sequence, str) and reason == "end_turn":
-            return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
-        return {"stop_reason": reason, "stop_sequence": None}
+            return stopped("stop_sequence", sequence)
+        return stopped(reason)
 
-    def _usage(self) -> dict[str, int]:
+    def _hidden(self, kind: str) -> bool:
+        return self.silent and kind == "reasoning"
+
+    def _usage(self) -> dict[str, Any]:
         prompt, written, cached = self.counts
+        thoughts = sum(text.thoughts for text in self.texts)
         return {
             "input_tokens": prompt - cached,
+            "cache_creation_input_tokens": 0,  # writing prefixes into the cache costs nothing
             "cache_read_input_tokens": cached,
             "output_tokens": written,
+            "output_tokens_details": {"thinking_tokens": thoughts},
+            "server_tool_use": None,
         }
+
+
+# What else the usage of a message tells.
+SERVICE: dict[str, Any] = {
+    "cache_creation": {"ephemeral_1h_input_tokens": 0, "ephemeral_5m_input_tokens": 0},
+    "inference_geo": None,
+    "service_tier": "standard",
+}
+
+
+def stopped(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
+    """Why a message has ended, in the fields of a message and of its last delta."""
+    return {
+        "stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None,
+    }  # fmt: skip
 
 
 def shown(block: Block) -> dict[str, Any]:
     """A part of an answer in Anthropic's form."""
     if block.kind == "content":
-        return {"type": "text", "text": block.text}
+        return {"type": "text", "text": block.text, "citations": None}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     arguments = {}
@@ -298,7 +338,8 @@ def shown(block: Block) -> dict[str, Any]:
         # Not of a text that has ended in the middle of it.
         with suppress(ValueError, RecursionError):
             arguments = json.loads(block.text, strict=False)
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
+    call = {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
+    return call | {"caller": {"type": "direct"}}
 
 
 def is_object(arguments: str) -> bool:
@@ -321,6 +362,7 @@ def named(body: dict[str, Any]) -> bytes:
 class ErrorReply(BaseModel):
     type: str
     error: dict[str, str]
+    request_id: str | None = None
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
@@ -332,7 +374,8 @@ def add_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/messages", response_model=MessageReply, responses=errors | mistakes.STREAM)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         asked = await server.ask(request, body.model, body.chat)
-        answer = MessagesAnswer(asked, bool(body.context_management))
+        silent = body.thinking is not None and body.thinking.display == "omitted"
+        answer = MessagesAnswer(asked, bool(body.context_management), silent)
         return await server.reply(request, answer, body.stream)
 
     @app.post("/v1/messages/count_tokens", response_model=Counted, responses=errors)

@@ -29,7 +29,7 @@ class ErrorBody(BaseModel):
     message: str
     type: str
     param: str | None = None
-    code: int
+    code: str | None = None
 
 
 class Error(BaseModel):
@@ -43,6 +43,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
+CODES = {401: "invalid_api_key", 404: "not_found"}
 ANTHROPIC = KINDS | {408: "timeout_error", 413: "request_too_large", 500: "api_error"}
 
 
@@ -58,13 +59,14 @@ def add_handlers(app: FastAPI) -> None:
 def error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """The body of an error answer. param: the field of the request that is wrong, if it is one."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    code = "model_not_found" if (status, param) == (404, "model") else CODES.get(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
     """The same as Anthropic has it."""
     kind = ANTHROPIC.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
 def error_at(path: str, status: int, message: str, param: str | None = None) -> bytes:

@@ -438,9 +438,11 @@ class ChatMessage(Replayed):
 
 
 class Thinking(Request):
-    """A model is asked not to think; how long it shall think cannot be said."""
+    """Whether a model shall think. budget_tokens is no bound here; max_tokens is."""
 
-    type: Literal["disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=1024)
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class ChatRequest(Sampling):

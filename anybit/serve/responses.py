@@ -1,5 +1,6 @@
 """OpenAI's Responses over a chat: /v1/responses, without anything kept between requests."""
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, Literal
@@ -157,6 +158,8 @@ class ResponsesRequest(protocol.Labels):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     store: protocol.Not | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     truncation: Literal["auto", "disabled"] | None = None
     background: protocol.Not | None = None
 
@@ -191,7 +194,8 @@ class ResponsesRequest(protocol.Labels):
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             verbosity=self.text.verbosity if self.text else None,
             logprobs=SCORES in (self.include or ()) or bool(self.top_logprobs),
-            top_logprobs=self.top_logprobs, **fields,
+            top_logprobs=self.top_logprobs, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, **fields,
         )  # fmt: skip
 
 
@@ -249,6 +253,9 @@ class ResponsesAnswer(Answer):
         self.said = {k: default if said[k] is None else said[k] for k, default in SAID.items()}
         told = {k: v for k, v in self.said["text"].items() if v is not None}
         self.said["text"] = SAID["text"] | told
+        form = self.said["text"]["format"]
+        if form["type"] == "json_schema":  # whose name and strictness an answer always tells
+            form |= {"name": form["name"] or "schema", "strict": bool(form["strict"])}
         self.ids: list[str] = []  # of the items
         self.number = 0  # of the events so far
 
@@ -322,19 +329,23 @@ class ResponsesAnswer(Answer):
             fields["content_index"] = 0
         if "output_text" in kind:
             fields["logprobs"] = self.spelled(scores)
-        return self._event(kind, item_id=self._id(at), output_index=at, **fields)
+        return self._event(kind, item_id=self._id(at, block), output_index=at, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self.number += 1
         return event({"type": kind, "sequence_number": self.number - 1} | fields, kind)
 
-    def _id(self, at: int) -> str:
-        while len(self.ids) <= at:
-            self.ids.append(f"item_{uuid.uuid4().hex}")
+    def _id(self, at: int, block: Block) -> str:
+        if len(self.ids) <= at:  # items are named in their order
+            self.ids.append(IDS[block.kind] + uuid.uuid4().hex)
         return self.ids[at]
 
     def _item(self, at: int, block: Block, state: str) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": self._id(at), "type": ITEMS[block.kind], "status": state}
+        item: dict[str, Any] = {
+            "id": self._id(at, block),
+            "type": ITEMS[block.kind],
+            "status": state,
+        }
         if block.kind == "call":
             return item | {"call_id": block.id, "name": block.name, "arguments": block.text}
         if block.kind == "reasoning":
@@ -357,8 +368,11 @@ class ResponsesAnswer(Answer):
             "id": self.id, "object": "response", "created_at": self.created,
             "model": self.asked.model, "status": state, "output": items, "error": None,
             "incomplete_details": INCOMPLETE if state == "incomplete" else None,
-            "store": False, "usage": {
-                "input_tokens": prompt, "input_tokens_details": {"cached_tokens": cached},
+            "completed_at": int(time.time()) if state == "completed" else None,
+            "background": False, "store": False, "previous_response_id": None,
+            "max_tool_calls": None, "service_tier": "default", "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": written,
                 "output_tokens_details": {"reasoning_tokens": text.thoughts},
                 "total_tokens": prompt + written,
@@ -368,8 +382,9 @@ class ResponsesAnswer(Answer):
 
 # What an answer repeats of its request, and what stands for nothing there.
 SAID: dict[str, Any] = {
-    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-    "prompt_cache_key": None, "reasoning": None, "safety_identifier": None, "temperature": 1.0,
+    "frequency_penalty": 0.0, "instructions": None, "max_output_tokens": None, "metadata": {},
+    "parallel_tool_calls": True, "presence_penalty": 0.0, "prompt_cache_key": None,
+    "reasoning": None, "safety_identifier": None, "temperature": 1.0,
     "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
     "top_p": 1.0, "truncation": "disabled", "user": None,
 }  # fmt: skip
@@ -380,6 +395,7 @@ DELTAS = {
     "call": "response.function_call_arguments.delta",
 }
 ITEMS = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+IDS = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 def status(text: Text) -> str:

@@ -50,7 +50,7 @@ def test_kernels_of_all_steps_are_compiled_together(
                     raise notes.missing(kernel, partial(there.add, kernel))
                 one_by_one.append(kernel)
                 there.add(kernel)
-            return torch.zeros(m, n, dtype=x.dtype)
+            return torch.zeros(m, n, dtype=x.dtype, device=codes.device)
 
     def side_by_side(calls: list) -> list[str]:
         before, broken = set(there), [call.args[0] == "2 behind" for call in calls]

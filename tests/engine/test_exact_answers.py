@@ -78,8 +78,9 @@ def test_answers_do_not_depend_on_prompts_beside_them() -> None:
 
 def test_rows_that_are_too_few_leave_out_the_last_tokens() -> None:
     """As in graphs, whose steps end with unused tokens."""
-    layer = QuantLinear(quantize_tensor(torch.randn(64, 256), "int8").to(DEVICE), None, "int8")
-    x = torch.randn(9, 256).to(DEVICE)
+    packed = quantize_tensor(torch.randn(64, 256), "int8").to(DEVICE)
+    layer = QuantLinear(packed, None, "int8", dtype=torch.bfloat16)
+    x = torch.randn(9, 256).to(DEVICE, torch.bfloat16)
     count = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     with ANSWERS.within(Pairs(count, 9, 12)):
         want = layer(x)

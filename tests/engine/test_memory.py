@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import plain
 from anybit.kernels.kv.formats import KV_FORMATS
+from tests.pages import place, taken
 
 PICO = Path(__file__).parents[2] / "models" / "pico"
 CARD = 24 << 30
@@ -71,7 +71,7 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
     assert blocks_of(load(max_tokens=8192, max_running=1)) > 2  # a step has a text's tokens at most
     blocks = blocks_of(load(max_running=8))
     assert blocks > 2
-    with pytest.raises(InvalidInput, match=rf"kv_bytes={21 << 20} does not fit"):
+    with pytest.raises(InvalidInput, match=rf"kv_bytes={21 << 20} \(0.02202 GB\) does not fit"):
         load(kv_bytes=21 << 20)
     free[0] = CARD
     assert blocks_of(load(max_running=8)) > blocks
@@ -79,7 +79,10 @@ def test_a_cache_that_does_not_fit_is_refused(free: list[int]) -> None:
 
 def test_a_cache_larger_than_the_machine_is_refused() -> None:
     """A CPU would give the memory, and run out of it later."""
-    with pytest.raises(InvalidInput, match=r"kv_bytes=1125899906842624 does not fit: cpu has \d+"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"kv_bytes=1125899906842624 \(1.126e\+06 GB\) does not fit: cpu has [\d.]+ GB",
+    ):
         load(kv_bytes=1 << 50)
 
 
@@ -107,15 +110,15 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_takes_memory_of_a_cpu_when_it_is_written() -> None:
-    process, cpu = psutil.Process(), torch.device("cpu")
-    before = process.memory_info().rss
+    cpu = torch.device("cpu")
     cache = LayerCache.empty(1 << 14, 2, 16, 64, plain(torch.float32), cpu)
     assert cache.nbytes == 1 << 28
-    assert process.memory_info().rss - before < 1 << 24
+    assert sum(taken(*place(plane)) for plane in (cache.k, cache.v)) < 1 << 24
     for plane in (cache.k, cache.v):
         assert plane.data_ptr() % 64 == 0
         assert not plane[::1000].any()
         plane[7] = 1
+        assert taken(*place(plane[7])) >= plane[7].nbytes
         assert not plane[6].any()
         assert not plane[8].any()
     small = LayerCache.empty(3, 2, 4, 64, KV_FORMATS["int4"], cpu)

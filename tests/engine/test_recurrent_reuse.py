@@ -57,7 +57,7 @@ def test_few_kept_states_serve_many_texts(checkpoint: Checkpoint, name: str) -> 
     for victim in aborted(engine, rng, 0.1, got):
         engine.add(victim, many[int(victim)], GREEDY)
     assert [got[str(i)] for i in range(len(many))] == want
-    assert engine.scheduler.prefix_hits > 50
+    assert engine.scheduler.prefix_hits > 25  # fewer where steps start ahead
     assert len(blocks.kept.free) + len(blocks.kept.known) == 2
     assert_no_block_is_held(engine)
 
@@ -98,6 +98,7 @@ def test_a_text_with_guesses_goes_on_from_a_kept_state(checkpoint: Checkpoint) -
     llm = LLM(checkpoint("lfm2"), block_size=4, draft="ngram")
     llm.generate([text[:9]], replace(greedy, max_tokens=1))  # keeps the states behind 8 tokens
     engine, scheduler = llm.engine, llm.engine.scheduler
+    engine.runner.overlaps = False  # a text gives its blocks back where no step of it runs
     engine.speculation, got = None, []
     engine.add("", prompt, greedy)
     while engine.busy:

@@ -16,7 +16,7 @@ from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.engine.graphs import Rows, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.evaluate.corpus import calibration_text
 from tests import tiny
 from tests.engine.conftest import prompts
@@ -63,7 +63,11 @@ def test_new_weights(checkpoint: Checkpoint, tmp_path: Path, name: str, dtype: s
     assert tokens(llm) == before
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+TRAINED = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "nemotron_h",
+           "lfm2_moe", "qwen3_next", "qwen3_5_moe", "jamba")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_experts_as_a_trainer_holds_them(checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     """All of a block in two tensors, which checkpoints have one by one."""
     source = checkpoint(name)
@@ -72,8 +76,14 @@ def test_experts_as_a_trainer_holds_them(checkpoint: Checkpoint, tmp_path: Path,
     wanted = tokens(LLM(other, "int8", dtype="float32"))
     assert tokens(llm) != wanted
     model = AutoModelForCausalLM.from_pretrained(other)
-    assert any(key.endswith("experts.gate_up_proj") for key in model.state_dict())
+    fused = any(
+        key.endswith(("experts.gate_up_proj", "experts.up_proj")) for key in model.state_dict()
+    )
+    assert fused or name == "nemotron_h"
     llm.load_weights(model.state_dict().items())
+    assert tokens(llm) == wanted
+    sent = {n: t.clone() for f in other.glob("*.safetensors") for n, t in load_file(f).items()}
+    llm.load_weights(sent.items())  # and as they are stored
     assert tokens(llm) == wanted
 
 
@@ -196,10 +206,22 @@ def test_what_is_wrong_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -
         (sent | {name: sent[name][0]}, "a matrix is wanted"),
         (sent | {name: torch.full_like(sent[name], torch.nan)}, "values are NaN or inf"),
         (sent | {"model.norm.weight": sent["model.norm.weight"] / 0}, "values are NaN or inf"),
+        (sent | {name: sent[name].int()}, "up_proj.weight holds torch.int32; floats"),
+        (sent | {name: sent[name].to("meta")}, "up_proj.weight is on the meta device"),
+        ({f"module.{k}": v for k, v in sent.items()}, "without the prefix 'module.' of 'module.m"),
     ):
         with pytest.raises(InvalidInput, match=message):
             llm.load_weights(wrong.items())
         assert tokens(llm) == before
+    for wrong, message in (
+        ([*sent.items(), (name, sent[name])], "up_proj.weight has come twice"),
+        (["model"], "a pair of a name and a tensor is wanted, and 'model' came"),
+        ([(name, sent[name].float().numpy())], "and one of str 'model.* and ndarray came"),
+    ):
+        with pytest.raises((InvalidInput, InvalidType), match=message):
+            llm.load_weights(wrong)
+        assert tokens(llm) == before
+    llm.load_weights(sent)  # a dictionary does, too
     llm.engine.add("running", [3, 4], GREEDY)
     with pytest.raises(Unsupported, match="requests are running"):
         llm.load_weights(sent.items())

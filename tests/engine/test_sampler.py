@@ -73,7 +73,14 @@ def test_frequencies_follow_the_definition(params: SamplingParams) -> None:
     assert ((got - want).abs() <= 5 * (want * (1 - want) / 20000).sqrt() + 1e-9).all()
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_row_does_not_depend_on_its_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels draw tokens in int32, and torch's own functions in int64."""
+    family = sampler.of(LOGITS)
+    drawn = family.drawn
+    monkeypatch.setattr(family, "drawn", lambda *args: drawn(*args).to(dtype))
     kinds = [
         SamplingParams(seed=1),
         SamplingParams(seed=2, top_k=4),

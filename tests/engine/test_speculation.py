@@ -226,7 +226,9 @@ def test_look_up_changes_no_text(pico: LLM, looking: LLM, params: SamplingParams
     before = looking.engine.stats.drafts
     got = looking.generate(REPETITIVE, params)
     assert same(got, pico.generate(REPETITIVE, params))
-    assert looking.engine.stats.drafts > before  # what a GPU samples may repeat nothing drafted
+    # Where steps start ahead, a sampled text may repeat itself in steps that look for no guess.
+    if params.temperature == 0 or params.structured or not looking.engine.runner.overlaps:
+        assert looking.engine.stats.drafts > before
     completions = [c for output in got for c in output.completions]
     assert all(c.accepted <= len(c.tokens) for c in completions)
     assert_no_block_is_held(looking.engine)

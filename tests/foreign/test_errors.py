@@ -248,14 +248,61 @@ def test_biases(tmp_path: Path) -> None:
     refused(source, "bias: not zero, but the model has no bias there")
 
 
-@pytest.mark.parametrize("key", ["k_scale", "q_scale", "kv_scale", "q_proj.q_scale"])
-def test_scales_of_attention_are_left_out(key: str, tmp_path: Path) -> None:
+OF_ATTENTION = (
+    "k_scale", "q_scale", "kv_scale", "attn.v_scale", "q_proj.q_scale", "k_proj.k_scale",
+    "k_proj.output_scale", "v_proj.output_scale", "k_zero_point", "k_proj.output_zero_point",
+    "k_cache.scale", "kv_cache_scaling_factor", "prob_scale", "k_bmm_quantizer._amax",
+    "k_quantizer.scale", "prob_output_scale", "qkv_proj.output_quantizer._amax",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OF_ATTENTION)
+@pytest.mark.parametrize("fixture", ["ct_4bit", "gptq_4bit_v1", "quark", "awq_gemm"])
+def test_scales_of_attention_are_left_out(fixture: str, key: str, tmp_path: Path) -> None:
+    """By one rule, whatever tool wrote them, and said."""
     name = f"model.layers.0.self_attn.{key}"
-    source = changed("ct_4bit", tmp_path, lambda t: t.update({name: torch.ones(1)}))
+    scale = torch.ones(1, dtype=torch.int8 if "zero_point" in key else torch.float32)
+    source = changed(fixture, tmp_path, lambda t: t.update({name: scale}))
     report = converted(source, tmp_path / "out")
     assert report.dropped == (name,)
     assert name in str(report)
     assert name not in stored_tensors(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("says", "stored", "message"),
+    [
+        ("gptq", -0x77777778, "which they are 9 and not 8; .* checkpoint_format: gptq_v2"),
+        ("gptq_v2", 0x77777777, "which they are 7 and not 8; .* checkpoint_format: gptq "),
+    ],
+)
+def test_zero_points_of_the_other_version(
+    says: str, stored: int, message: str, tmp_path: Path
+) -> None:
+    """What config.json says of them is not what the file holds."""
+
+    def put(tensors: Tensors) -> None:
+        for name in tensors:
+            if name.endswith(".qzeros"):
+                tensors[name] = torch.full_like(tensors[name], stored)
+
+    source = changed("gptq_4bit_v1", tmp_path, put)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] |= {"checkpoint_format": says, "sym": True}
+    (source / "config.json").write_text(json.dumps(config))
+    refused(source, message)
+    config["quantization_config"]["sym"] = False
+    (source / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(source, tmp_path / "out")  # as it is said
+    assert report.formats[Q] == "int4:group=16,zero"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("model.norm.weight", (16,)), ("model.embed_tokens.weight", (40, 32))]
+)
+def test_shapes_of_what_is_not_quantized(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    source = changed("gptq_4bit_v1", tmp_path, lambda t: t.update({name: torch.ones(shape)}))
+    refused(source, f"{name}: config.json asks for floats of shape")
 
 
 def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """GGUF files: small models of every family, against transformers with the same weights."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import anybit
 from anybit.checkpoint.foreign.convert import Conversion, convert_checkpoint
+from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
@@ -74,6 +77,30 @@ def test_models_with_recurrent_layers(name: str, tmp_path: Path) -> None:
         text = llm.generate([IDS[0, :9].tolist()], params, show_progress=False)[0].completions[0]
         whole = again.generate(IDS[:, :9], max_new_tokens=4, min_new_tokens=4, do_sample=False)
         assert text.tokens == whole[0, 9:].tolist()
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "granitemoehybrid", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "TQ1_0"])
+def test_experts_without_codes_have_the_names_of_dense_ones(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """Files to quantize oneself, and experts of a type that no format of ours has."""
+    model, arch = tiny(name), HYBRIDS[name][0]
+    write(model, tmp_path / "model.gguf", {"_exps": kind}, arch=arch)
+    report = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+    assert len(report.decoded) == (kind == "TQ1_0") * 9 * (1 if name == "lfm2_moe" else 2)
+    kind_of: Any = type(model)
+    again, info = kind_of.from_pretrained(
+        tmp_path / "out", output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        wanted, got = model(IDS).logits, again.eval()(IDS).logits
+    bound = 0.02 if kind == "TQ1_0" else 1e-5  # decoded to fp16
+    torch.testing.assert_close(got, wanted, rtol=0, atol=bound * float(wanted.abs().max()))
+    quantize_checkpoint(tmp_path / "out", tmp_path / "int8", "int8")
+    anybit.load(tmp_path / "int8")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text"])
@@ -316,6 +343,67 @@ def test_a_bidirectional_model_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "share", "known"),
+    [("yarn", 1.0, True), ("yarn", -1.0, True), ("yarn", 0.0, False),
+     ("linear", 0.0, True), ("linear", 1.0, False)],
+)  # fmt: skip
+def test_yarns_share_of_frequencies(tmp_path: Path, kind: str, share: float, known: bool) -> None:
+    keys = {"type": kind, "factor": 4.0, "original_context_length": 32, "yarn_ext_factor": share}
+    stretched = {f"rope.scaling.{key}": value for key, value in keys.items()}
+    write(tiny("llama"), tmp_path / "model.gguf", {"ffn": "Q8_0"}, stretched)
+    with nullcontext() if known else pytest.raises(InvalidInput, match="yarn_ext_factor is"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "lfm2_moe"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gate_and_up_of_experts_in_one_tensor(name: str, kind: str, tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them with --fuse-gate-up-exps: the rows of gate first."""
+    model, arch = tiny(name), HYBRIDS[name][0]
+    write(model, tmp_path / "apart.gguf", {"_exps": kind}, arch=arch)
+    reader = gguf.GGUFReader(tmp_path / "apart.gguf")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    writer = gguf.GGUFWriter(tmp_path / "fused.gguf", arch)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub = field.types[1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
+    for own, tensor in found.items():
+        if "ffn_up_exps" in own:
+            continue
+        data = tensor.data
+        if "ffn_gate_exps" in own:
+            up = found[own.replace("gate", "up")].data
+            own, data = own.replace("gate", "gate_up"), np.concatenate((data, up), 1)
+        writer.add_tensor(own, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for file in ("apart", "fused"):
+        convert_checkpoint(tmp_path / f"{file}.gguf", tmp_path / file)
+    a, b = (load_file(tmp_path / file / "model.safetensors") for file in ("apart", "fused"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_files_of_caches_have_no_ending(tmp_path: Path) -> None:
+    write(tiny("llama"), tmp_path / "model.gguf", {"ffn": "Q8_0"})
+    blob = (tmp_path / "model.gguf").rename(tmp_path / "sha256-0123")
+    assert convert_checkpoint(blob, tmp_path / "out").method == "gguf"
+
+
+def test_an_older_layout_is_named(tmp_path: Path) -> None:
+    model = tiny("qwen3_next")
+    extra = {"blk.0.ssm_in.weight": np.zeros((4, 256), np.float32)}
+    write(model, tmp_path / "model.gguf", {}, extra=extra, arch="qwen3next")
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"blk.0.attn_qkv", b"blk.0.attn_old"))
+    with pytest.raises(InvalidInput, match="before 2026"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("key", "value", "known"),
     [
         ("logit_scale", 1.0, True),
@@ -323,7 +411,15 @@ def test_a_bidirectional_model_stays_one(tmp_path: Path) -> None:
         ("logit_scale", 2.0, False),
         ("expert_weights_norm", False, True),
         ("some.switch", False, False),  # nobody knows what it is without the key
-        ("rope.scaling.yarn_ext_factor", 0.0, False),
+        ("rope.scaling.yarn_ext_factor", 0.0, True),  # of positions that are not stretched
+        ("rope.scaling.yarn_ext_factor", 1.0, True),
+        ("rope.scaling.yarn_ext_factor", -1.0, True),
+        ("rope.scaling.yarn_attn_factor", 1.0, True),
+        ("rope.scaling.yarn_attn_factor", 0.0, False),
+        ("rope.scaling.yarn_attn_factor", 2.0, False),
+        ("rope.scale_linear", 1.0, True),
+        ("rope.scale_linear", 2.0, False),
+        ("rope.scaling.factor", 0.0, True),
         ("attention.clamp_kqv", 0.0, True),
         ("attention.causal", 1, False),
     ],

@@ -123,7 +123,7 @@ def test_a_header_is_no_longer_than_any_there_is(tmp_path: Path) -> None:
         ({"feed_forward_length": 1024}, "ffn_gate.weight has shape"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "is 'nan', no number"),
         ({"rope.dimension_count": 32}, "32 of 64 channels are rotated"),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, "stretched 0.0 times"),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.5}, "stretched 0.5 times"),
     ],
 )
 def test_metadata_that_fits_no_tensor_is_refused(

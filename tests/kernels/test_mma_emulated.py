@@ -109,14 +109,16 @@ def product(weight: Tensor, x: Tokens) -> Tensor:
     return y if scale is None else y * scale[:, None]
 
 
-def check(case: Case, seeds: int = 2) -> None:
+def check(case: Case) -> None:
     scheme, dtype, tile, (m, n, k), grid, architecture, overlap = case
     torch.manual_seed(m * n)
     emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, tile, architecture, overlap))
     packed = emulated.weight(n, k)
     layout, x = emulated.layout(packed), emulated.tokens(m, k)
     bias = torch.randn(n).to(dtype)
-    results = [emulated.run(x, layout, n, bias, grid, seed) for seed in range(seeds)]
+    # In two orders of events where the order could show: where CTAs share a tile.
+    seeds = (0, 1) if grid or EVERY_KERNEL else (m % 2,)
+    results = [emulated.run(x, layout, n, bias, grid, seed) for seed in seeds]
     want = product(operand_weight(packed, dtype), x) + bias.double()
     assert not results[0].isnan().any(), "outputs that nobody wrote"
     error = (results[0].double() - want).norm() / want.norm()

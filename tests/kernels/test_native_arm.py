@@ -15,6 +15,7 @@ if levels() is ARM:
 from anybit.core.format import get_format
 from anybit.kernels.native import backend, build, dense, fused, rotation, viterbi
 from tests.kernels.test_native import packed, tokens
+from tests.needs import pairs
 
 LINUX, MACOS = "aarch64-unknown-linux-gnu", "arm64-apple-macosx"
 MODULES = (dense, fused, rotation, viterbi)
@@ -100,11 +101,10 @@ def test_objects_of_linux_and_macos(
 ) -> None:
     level, texts = choose(name, monkeypatch)
     tables = ("int3:group=16,zero", "fp6", "fp8", "codebook:m=2,v=8,group=128")
-    for spec in (*tables, "trellis:code=look"):
+    for spec, m in pairs((*tables, "trellis:code=look"), (1, 5)):
         weight = packed(spec, 8)
-        for m in (1, 5):
-            x = tokens(m, weight.shape[1], torch.bfloat16)
-            backend.linear(x, backend.prepare(weight, None), None)
+        x = tokens(m, weight.shape[1], torch.bfloat16)
+        backend.linear(x, backend.prepare(weight, None), None)
     backend.linear(tokens(5, 512), backend.prepare(packed("liquid", 8, 512), "int8"), None)
     x = tokens(2, 256, torch.bfloat16)
     fused.add_norm(x, x, x[0], 1e-5)

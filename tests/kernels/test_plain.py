@@ -18,7 +18,7 @@ from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import Kernel, Tile
 from tests.kernels.mma import array
-from tests.needs import EVERY_KERNEL
+from tests.needs import EVERY_KERNEL, pairs
 from tests.ptx.machine import Machine
 from tests.ptx.parse import PtxError
 from tests.ptx.state import InUse
@@ -85,9 +85,9 @@ SHAPES = [(1, 42, 1000), (3, 16, 8), (8, 129, 264), (9, 33, 1288), (16, 7, 136)]
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("dtype", [HALF, BRAIN])
-def test_products(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), pairs(SHAPES, [HALF, BRAIN]))
+def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
     x, w, bias = random(m, k, dtype=dtype), random(n, k, dtype=dtype), random(n, dtype=dtype)
     assert plain.suits(x, w)
     got = plain.linear(x, w, bias if m != 9 else None)

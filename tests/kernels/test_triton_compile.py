@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compiling import HOPPER, Made, product
-from tests.needs import EVERY_KERNEL
+from tests.needs import pairs
 
 pytest.importorskip("triton")
 
@@ -32,14 +32,13 @@ def lines(made: Made) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["cuda", "hip"])
 def test_gemm_compiles_without_a_gpu(compilers: Callable[..., Executor], backend: str) -> None:
-    """Every target with some schemes, or with all."""
-    for i, target in enumerate(target for target in TARGETS if target[0] == backend):
-        for j, scheme in enumerate(SCHEMES):
-            if EVERY_KERNEL or (i + j) % 3 == 0:
-                made = compilers(backend).submit(product, target, scheme).result()
-                unit = [line for line in lines(made) if "mma" in line or "mfma" in line]
-                assert unit, (target, scheme)
-                assert TARGETS[target] in unit[0], unit[0]
+    """Every target, and every scheme."""
+    for target, scheme in pairs(list(TARGETS), SCHEMES):
+        if target[0] == backend:
+            made = compilers(backend).submit(product, target, scheme).result()
+            unit = [line for line in lines(made) if "mma" in line or "mfma" in line]
+            assert unit, (target, scheme)
+            assert TARGETS[target] in unit[0], unit[0]
 
 
 def test_a_users_decoder_is_as_short_as_a_built_in_one(

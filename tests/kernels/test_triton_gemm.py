@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 
 from anybit.kernels.triton import activation as activations
 from anybit.kernels.triton import backend, lang
+from anybit.kernels.triton.layout import layout_of
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 N, K = 40, 160  # neither a multiple of a tile
@@ -291,7 +292,9 @@ def test_outputs_of_both_rows_are_added_up(scheme: str, tile: Tile) -> None:
         both = Pairs(count, 21, 21 + two)
         codes, scale, sums = between.TORCH.quantize(x, "int8", both)
         y = backend.linear(Activations(codes, scale, sums, x.dtype, pairs=both), prepared, bias)
-        fixed = backend.multiply(codes, prepared, bias, tile, scale, x.dtype, count)
+        unit = layout_of(prepared.format, prepared.activation).unit
+        held = codes.to(torch.int8 if unit == 8 else x.dtype)  # as `linear` gives them
+        fixed = backend.multiply(held, prepared, bias, tile, scale, x.dtype, count)
         apart = reference.linear(Activations(codes, scale, sums, torch.float32), exact, None)
         want = between.TORCH.join(apart, both, bias)
         for got in (y, fixed):

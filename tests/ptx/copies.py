@@ -7,6 +7,7 @@ import numpy as np
 from tests.ptx import mbarrier
 from tests.ptx.control import whole
 from tests.ptx.integer import signed
+from tests.ptx.memory import view
 from tests.ptx.parse import Instruction, PtxError
 from tests.ptx.state import Cta, Handler, Lanes, State, TensorMap, Warp, numbers
 
@@ -100,14 +101,16 @@ def copy(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     """`cp.async`: every lane its own bytes, in the generic proxy; zeros behind those it reads."""
     to, source, size = s.address(w, i.args[0]), s.address(w, i.args[1]), int(i.args[2])
     read = s.read(w, i.args[3]) if len(i.args) > 3 else np.full(32, size)
-    for lane in numbers(active):
-        at, data = int(to[lane]), np.zeros(size, np.uint8)
+    lanes = np.flatnonzero(active)
+    places, words = view(w.cta, to[lanes].astype(np.int64), size)
+    if len(np.unique(words)) < words.size:
+        raise PtxError("a race: lanes of one cp.async write the same bytes")
+    w.cta.shadow.may_write(w.place, lanes[:, None], words)
+    w.cta.shadow.land(words, NEVER, unfenced=True)  # on their way: nobody may use these words
+    for lane, at in zip(lanes.tolist(), places[:, 0].tolist(), strict=True):
+        data = np.zeros(size, np.uint8)
         if count := int(read[lane]):
             data[:count] = s.global_at(int(source[lane]), count)
-        s.shared_at(w.cta, at, size)
-        words = slice(at // 4, (at + size) // 4)
-        w.cta.shadow.may_write(w.place, lane, np.arange(words.start, words.stop))
-        w.cta.shadow.land(words, NEVER, unfenced=True)  # on its way: nobody may use these words
         w.copies.append((at, lane, data))
 
 
@@ -122,11 +125,13 @@ def wait_group(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
     """All but the last groups have landed: as if every lane had stored its own bytes now."""
     whole(active, i.op)
     while len(w.copy_groups) > int(i.args[0]):
-        for at, lane, data in w.copy_groups.pop(0):
-            words = np.arange(at // 4, (at + len(data)) // 4)
-            w.cta.shadow.land(slice(words[0], words[-1] + 1), 0, unfenced=True)
-            w.cta.shadow.write(w.place, lane, words)
-            w.cta.shared[at : at + len(data)] = data
+        landed = w.copy_groups.pop(0)
+        for size in {len(data) for _, _, data in landed}:
+            at, lanes, data = zip(*(c for c in landed if len(c[2]) == size), strict=True)
+            places, words = view(w.cta, np.array(at), size)
+            w.cta.shadow.land(words, 0, unfenced=True)
+            w.cta.shadow.write(w.place, np.array(lanes)[:, None], words)
+            w.cta.shared[places] = np.stack(data)
 
 
 def arrive_after(s: State, w: Warp, active: Lanes, i: Instruction) -> None:

@@ -45,12 +45,12 @@ def access(s: State, w: Warp, active: Lanes, i: Instruction) -> None:
         values = np.stack([s.read(w, name) for name in registers], -1)
     raw = values.astype(dtype).view(np.uint8).reshape(WARP, size)
     if ".global" in i.op:
-        for lane in np.flatnonzero(active):
-            memory = s.global_at(int(at[lane]), size)
+        lanes = np.flatnonzero(active)
+        for memory, here, places in s.globals_at(at, lanes, size):
             if load:
-                raw[lane] = memory
+                raw[here] = memory[places]
             else:
-                memory[:] = raw[lane]
+                memory[places] = raw[here]
     else:
         for cta, lanes, local in windows(s, w, at, active):
             bytes_at, words = view(cta, local, size)

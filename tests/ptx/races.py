@@ -93,7 +93,7 @@ class Shadow:
         Raises:
             PtxError: Nothing orders the read behind the write.
         """
-        me = np.broadcast_to(warp * THREADS + lane, words.shape)
+        me = warp * THREADS + lane
         self._check(warp, me, self.writer[words], self.written[words], "reads what", "wrote")
         self.clocks.busy[warp] = True
         self.reader[words] = me
@@ -103,7 +103,7 @@ class Shadow:
         """Lanes write words, after whoever wrote or read them; arguments as of `read`."""
         self.may_write(warp, lane, words)
         self.clocks.busy[warp] = True
-        self.writer[words] = np.broadcast_to(warp * THREADS + lane, words.shape)
+        self.writer[words] = warp * THREADS + lane
         self.written[words] = self.clocks.now(warp)
         self.unfenced[words] = True
 
@@ -111,7 +111,7 @@ class Shadow:
         """Check that lanes may write words, or start a copy that will."""
         if self.taken[words].any():
             raise PtxError("an mbarrier is overwritten")
-        me = np.broadcast_to(warp * THREADS + lane, words.shape)
+        me = warp * THREADS + lane
         self._check(warp, me, self.writer[words], self.written[words], "overwrites what", "wrote")
         self._check(warp, me, self.reader[words], self.was_read[words], "overwrites what", "reads")
 
@@ -132,7 +132,7 @@ class Shadow:
         for who, when in ((self.writer, self.written), (self.reader, self.was_read)):
             when[self.by(warp, active, who) & (when == now)] = now - 1
 
-    def land(self, words: slice, count: int, unfenced: bool) -> None:
+    def land(self, words: slice | np.ndarray, count: int, unfenced: bool) -> None:
         """A copy has written words; `unfenced`: not through the async proxy."""
         self.writer[words] = self.reader[words] = self.clocks.warps * THREADS
         self.written[words] = count
@@ -149,19 +149,20 @@ class Shadow:
     def _check(
         self,
         warp: int,
-        me: np.ndarray,
+        me: np.ndarray | int,
         who: np.ndarray,
         when: np.ndarray,
         does: str,
         did: str,
     ) -> None:
-        other = who // THREADS
-        known = self.clocks.known[warp][other]
-        # Within a warp, the access must lie before its last synchronization.
-        early = np.where(other == warp, when < known, when <= known)
-        bad = ~early & (who != me) & (when > 0)
+        first = self.clocks.known[warp] + 1  # count of each warp that is not known yet
+        first[warp] -= 1  # within a warp, the access must lie before its last synchronization
+        late = when >= first[who // THREADS]
+        if not late.any():
+            return
+        bad = late & (who != me) & (when > 0)
         if bad.any():
-            a, b = int(me[bad][0]), int(who[bad][0])
+            a, b = int(np.broadcast_to(me, bad.shape)[bad][0]), int(who[bad][0])
             raise PtxError(f"a race: {self._name(a)} {does} {self._name(b)} {did}")
 
     def _name(self, thread: int) -> str:

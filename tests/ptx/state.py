@@ -4,7 +4,7 @@ Instructions are functions of (state, warp, active lanes, instruction); False me
 must wait. The modules that define them have a table `HANDLERS` of patterns of names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -308,6 +308,20 @@ class State:
                     self.check_previous()
                 return array[address - base : address - base + size]
         raise PtxError(f"global address {address:#x} for {size} bytes belongs to nothing")
+
+    def globals_at(
+        self, at: Words, lanes: np.ndarray, size: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(array, lanes, indices (lanes, size) of their bytes) for every array that lanes name."""
+        of = at[lanes] >> np.uint64(32)  # arrays begin at multiples of 2**32
+        for one in np.unique(of):
+            here = lanes[of == one]
+            local = at[here]
+            uneven = local[local % np.uint64(min(size, 16)) != 0]
+            for address in (*uneven[:1], local.min(), local.max()):
+                self.global_at(int(address), size)
+            first = (local & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            yield self.memory[int(one) - 1][1], here, first[:, None] + np.arange(size)
 
     def check_previous(self) -> None:
         """Refuse what must wait for the previous kernel."""

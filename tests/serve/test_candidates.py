@@ -162,6 +162,9 @@ def test_no_server_and_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         opened("http://127.0.0.1:9")
     with pytest.raises(InvalidInput, match="names no model"):
         scripted(monkeypatch, lambda path, body: {"data": []})
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ImportError, match=r"needs httpx.*pip install 'anybit\[serve\]'"):
+        opened("http://127.0.0.1:9")
 
 
 def test_tokens_that_mean_other_texts_are_refused() -> None:

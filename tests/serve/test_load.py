@@ -110,9 +110,9 @@ def test_rates_lengths_and_times(
     assert {body["model"] for _, body in asked} == {"theirs"}
     events = 3 if answer is as_vllm else 5
     for row in rows:
-        assert STEP * 1e3 <= row["ttft_p50_ms"] < 20 * STEP * 1e3
+        assert STEP * 1e3 <= row["ttft_p50_ms"] <= row["ttft_p99_ms"]
         assert row["tpot_p50_ms"] >= STEP * 1e3 * (events - 1) / 5
-    assert rows[1]["out_tok_s"] > rows[0]["out_tok_s"]
+    assert rows[1]["requests"] > rows[0]["requests"]
 
 
 def as_chat(count: int) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ("completions", {"prompt": "x", "n": "3"}, 400, "n: Input should be a valid integer"),
         ("completions", {"prompt": [[False]]}, 400, "prompt.0.0: Input should be"),
         ("completions", {"prompt": "x", "temperature": float("nan")}, 400, "finite number"),
-        ("completions", {"prompt": "\ud800"}, 400, "unicode"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt: the text holds half of a surrogate"),
         ("chat/completions", {"messages": HI, "store": True}, 400, "store: this server does not"),
         ("chat/completions", {"messages": HI, "store": 0}, 400, "store"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "cannot fill in the middle"),
@@ -68,7 +68,8 @@ def test_mistakes_are_named(live: Live, path: str, body: dict, status: int, mess
     answer = httpx.post(f"{live.url}/v1/{path}", content=sent, headers=JSON, timeout=60)
     assert answer.status_code == status
     error = answer.json()["error"]
-    assert error["code"] == status
+    named = "model_not_found" if path == "completions" else "not_found"
+    assert error["code"] == (named if status == 404 else None)  # a word, as OpenAI's are
     assert message in error["message"]
 
 
@@ -96,6 +97,49 @@ def test_mistakes_are_named(live: Live, path: str, body: dict, status: int, mess
 def test_mistakes_name_their_field(live: Live, path: str, body: dict, field: str | None) -> None:
     answer = httpx.post(f"{live.url}/v1/{path}", json=body, timeout=60)
     assert answer.json()["error"]["param"] == field
+
+
+HALF = "half of a surrogate pair (\\ud83d)"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("responses", {"input": "a", "metadata": {"a": "\ud83d"}}, "metadata.a"),
+        ("responses", {"input": "a", "metadata": {"\ud83d": "a"}}, "metadata"),
+        ("responses", {"input": "a", "user": "\ud83d", "stream": True}, "user"),
+        ("responses", {"input": [{"role": "user", "content": "\ud83d"}]}, "input.0.content"),
+        ("responses", {"input": "a", "tools": [{"type": "function", "name": "f",
+            "parameters": {"properties": {"x": {"title": "\ud83d"}}}}]},
+            "tools.0.parameters.properties.x.title"),
+        ("responses", {"input": "a", "text": {"format": {"type": "json_schema",
+            "name": "\ud83d", "schema": {}}}}, "text.format.name"),
+        ("completions", {"prompt": ["a", "b\ud83d"]}, "prompt.1"),
+        ("completions", {"prompt": "a", "model": "\ud83d"}, "model"),
+        ("completions", {"prompt": "a", "guided_json": {"enum": [{"\ud83d": 1}]}},
+            "guided_json.enum.0"),
+        ("chat/completions", {"messages": HI, "\ud83d": None}, ""),
+        ("messages/count_tokens", {"model": "tiny", "messages": HI, "metadata": "\ud83d"}, None),
+        ("embeddings", {"input": "\ud83d\ud83d"}, "input"),
+    ],
+)  # fmt: skip
+def test_half_a_character_is_refused_in_every_field(
+    live: Live, path: str, body: dict, field: str | None
+) -> None:
+    """Before anything runs, escaped or not; whole pairs are characters."""
+    text = json.dumps(body)
+    raw = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    for sent in (text.encode(), raw, text.encode("utf-16")):
+        answer = httpx.post(f"{live.url}/v1/{path}", content=sent, headers=JSON, timeout=60)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert HALF in error["message"]
+        if field is not None:  # Anthropic's errors name none apart
+            assert error["param"] == field
+    assert not live.server.engine.streams
+    whole = text.replace("\\ud83d", "\\ud83d\\ude00").encode()
+    answer = httpx.post(f"{live.url}/v1/{path}", content=whole, headers=JSON, timeout=60)
+    assert HALF not in answer.text
 
 
 MALFORMED = [

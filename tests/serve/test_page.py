@@ -95,12 +95,12 @@ def ask(browser: Browser, prompt: str) -> None:
 
 
 def answered(browser: Browser) -> bool:
-    return bool(wait_for(lambda: browser.js("!!document.querySelector('[data-done]')"), 60))
+    return bool(wait_for(lambda: browser.js("!!document.querySelector('[data-done]')")))
 
 
 def test_a_conversation(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     assert "continues a text" in browser.js(text("#hint"))  # it has no chat template
     browser.js("""
         document.querySelector("#max_tokens").value = 200;
@@ -114,14 +114,14 @@ def test_a_conversation(browser: Browser, live: Live) -> None:
     assert browser.js(text(".user .text")) == "def <b>main</b>("
     assert browser.js(text(".assistant .text")) == want
     assert "tokens/s" in browser.js(text(".assistant .tools"))
-    assert wait_for(lambda: "0 running" in browser.js(text("#load")), 10)
+    assert wait_for(lambda: "0 running" in browser.js(text("#load")))
     # Regenerated, it is the same.
     browser.js("document.querySelector('[data-done]').querySelectorAll('.tools button')[1].click()")
     assert answered(browser)
     assert browser.js(text(".assistant .text")) == want
     # What was said and set is there after the page is loaded again, and a new chat is empty.
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: browser.js(text(".assistant .text")) == want, 30)
+    assert wait_for(lambda: browser.js(text(".assistant .text")) == want)
     assert browser.js("document.querySelector('#max_tokens').value") == "200"
     browser.js("document.querySelector('#new').click()")
     assert browser.js(text(".message")) == ""
@@ -130,7 +130,7 @@ def test_a_conversation(browser: Browser, live: Live) -> None:
     # A server's refusal is shown.
     browser.js("document.querySelector('#top_k').value = 1.5")
     ask(browser, "x")
-    assert wait_for(lambda: "top_k" in browser.js(text(".error")), 30)
+    assert wait_for(lambda: "top_k" in browser.js(text(".error")))
     browser.js("document.querySelector('#list .remove').click()")
     assert browser.js(text("#list .open")) == ""
     assert browser.log == []
@@ -138,7 +138,7 @@ def test_a_conversation(browser: Browser, live: Live) -> None:
 
 def test_fields_and_keys(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     for value, want in (("9", "2"), ("-1", "0"), ("0.5", "0.5")):
         browser.js(f"""
             document.querySelector("#temperature").value = {value};
@@ -160,14 +160,14 @@ def test_fields_and_keys(browser: Browser, live: Live) -> None:
 
 def test_only_a_whole_answer_is_announced(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     browser.js("document.querySelector('#max_tokens').value = 450")
     assert browser.js("document.querySelectorAll('[aria-live], [role=status]').length") == 1
     with held(live.engine, steps=10):
         ask(browser, "x = 1")
-        assert wait_for(lambda: browser.js(text(".assistant .text")) != "", 30)
+        assert wait_for(lambda: browser.js(text(".assistant .text")) != "")
         assert browser.js(text("#said")) == ""
-        assert wait_for(lambda: "1 running" in browser.js(text("#load")), 30)
+        assert wait_for(lambda: "1 running" in browser.js(text("#load")))
         browser.js("document.querySelector('#form').requestSubmit()")
         assert answered(browser)
     assert browser.js(text("#said")) == browser.js(text(".assistant .text"))
@@ -175,11 +175,11 @@ def test_only_a_whole_answer_is_announced(browser: Browser, live: Live) -> None:
 
 def test_an_answer_stops(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     browser.js("document.querySelector('#max_tokens').value = 450")
     with held(live.engine, steps=10):
         ask(browser, "x = 1")
-        assert wait_for(lambda: browser.js(text(".assistant .text")) != "", 30)
+        assert wait_for(lambda: browser.js(text(".assistant .text")) != "")
         assert browser.js(text("#send")) == "Stop"
         browser.js("document.querySelector('#form').requestSubmit()")
         assert answered(browser)
@@ -201,7 +201,7 @@ def f(): return "x"
 
 def test_markdown_is_shown_and_runs_nothing(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
-    assert wait_for(lambda: browser.js(text("#model")) == "tiny", 30)
+    assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     browser.js(f"""
         about.template = true;
         show({{ role: "assistant", content: {json.dumps(MARKDOWN)} }});

@@ -208,7 +208,8 @@ def test_key(tiny: Path) -> None:
         body = {"prompt": "x", "max_tokens": 1}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             answer = locked.post("/v1/completions", body, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, 401)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
         key = {"Authorization": "Bearer s3cret", "Content-Type": "application/json"}
         assert locked.post("/v1/completions", body, headers=key).status_code == 200
         assert httpx.get(locked.url + "/v1/models").status_code == 401

@@ -80,6 +80,10 @@ def test_a_field_that_asks_is_refused_by_its_name(talking: Live, path: str, yes:
         ("/v1/messages", {"cache_control": {"type": "ephemeral"}, "mcp_servers": []}),
         ("/v1/messages", {"output_config": {"effort": "high"}}),
         ("/v1/messages/count_tokens", {"thinking": {"type": "disabled"}}),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        ("/v1/messages", {"thinking": {"type": "adaptive", "display": "summarized"}}),
+        ("/v1/messages/count_tokens", {"thinking": {"type": "enabled", "budget_tokens": 9999}}),
+        ("/v1/chat/completions", {"thinking": {"type": "enabled"}}),
         ("/v1/responses", {"include": [], "truncation": "auto", "text": {"verbosity": "medium"}}),
         ("/v1/responses", {"include": ["reasoning.encrypted_content"], "top_logprobs": 0}),
         ("/v1/responses", {"reasoning": {"summary": "auto", "effort": "medium"}, "store": False}),
@@ -101,7 +105,10 @@ def test_usual_requests_are_taken(talking: Live, path: str, more: dict) -> None:
 @pytest.mark.parametrize(
     ("path", "more", "message"),
     [
-        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ("/v1/messages", {"thinking": {"type": "enabled"}}, "budget_tokens goes with"),
+        ("/v1/messages", {"thinking": {"type": "disabled", "budget_tokens": 1024}}, "goes with"),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 9}}, "budget_tokens: "),
+        ("/v1/messages", {"thinking": {"type": "much"}}, "thinking.type: "),
         ("/v1/messages", {"output_config": {"effort": "low"}}, "reasoning_effort"),
         ("/v1/responses", {"include": ["made_up"]}, "include.0: "),
         ("/v1/responses", {"text": {"verbosity": "low"}}, "verbosity"),
@@ -387,6 +394,28 @@ def test_thoughts_are_left_out_where_a_template_can(model: Path) -> None:
                 usage[k] for k in ("input_tokens", "cache_read_input_tokens")
             )
             assert count < usual["prompt_tokens"]
+
+
+def test_thoughts_are_asked_for_and_left_empty(model: Path) -> None:
+    """Where a template has the switch; `display: omitted` keeps the blocks without their text."""
+    llm = LLM(model)
+    llm.tokenizer.chat_template = llm.tokenizer.chat_template + (
+        "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
+    )
+    think: dict = {"type": "enabled", "budget_tokens": 1024}
+    with serving(llm) as live:
+        path = "/v1/messages"
+        for display, shown in ((None, True), ("summarized", True), ("omitted", False)):
+            more = {"thinking": think | {"display": display}, "max_tokens": 9, "temperature": 0}
+            body = BODIES[path] | more
+            answer = ok(live, path, body)
+            assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+            assert answer["content"][0]["type"] == "thinking"
+            assert bool(answer["content"][0]["thinking"]) == shown
+            streamed = live.post(path, body | {"stream": True}).text
+            assert ("thinking_delta" in streamed) == shown
+        body = BODIES[path] | {"max_tokens": 9}
+        assert ok(live, path, body)["content"][0]["type"] == "text"
 
 
 # Errors that are nobody's request.

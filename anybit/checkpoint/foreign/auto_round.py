@@ -47,8 +47,11 @@ def layers(
     found = parts("qweight", stored)
     if layout in AWQ:
         return {part.name: awq.layer(part) for part in found if bits(part, (4,))}
+    first = GPTQ[layout]
+    other = next(name for name, less_1 in GPTQ.items() if less_1 != first)
+    other = f"packing_format: {other}" if config.get("sym") is True else ""
     return {
-        part.name: gptq.layer(part, bits(part, gptq.BITS), False, GPTQ[layout], act_order=False)
+        part.name: gptq.layer(part, bits(part, gptq.BITS), False, first, False, other)
         for part in found
     }
 

@@ -1,5 +1,6 @@
 """What a reader of another tool's checkpoint says about a layer, and what readers share."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,16 @@ from anybit.formats.integer import Integer
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 Naming = Callable[[str], str]  # the model's name, which tools' settings go by, of a stored layer
+# Scales and zero points of queries, keys, values and probabilities, by the names of all tools.
+OF_ATTENTION = re.compile(
+    r"(^|\.)("
+    r"(q|k|v|kv|prob|attn)_(scale|zero_point|scale_inv|scaling_factor)"
+    r"|(q|k|v|kv|qkv|prob)(_proj)?[._]output_(scale|zero_point)"
+    r"|(k|v|kv)_cache[._]\w*(scale|scaling_factor|zero_point|amax)"
+    r"|(q|k|v|kv|p|prob|softmax|attn)(_bmm)?_quantizer\.\w+"
+    r"|(k|v|kv|qkv|q)_proj\.output_quantizer\.\w+"
+    r")$"
+)
 ANY = -1  # a size that is not known before a tensor is found, but not 0
 
 
@@ -50,6 +61,11 @@ class Layer:
     def scheme(self) -> str | None:
         """The format and the activation; None where there is no format."""
         return scheme_name(self.format, self.activation) if self.format else None
+
+
+def of_attention(name: str) -> bool:
+    """Whether a tensor says how a tool rounds attention or its cache, and nothing about weights."""
+    return OF_ATTENTION.search(name) is not None
 
 
 def decoded(layer: Layer, reason: str) -> Layer:

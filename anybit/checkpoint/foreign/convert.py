@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
-from anybit.checkpoint.foreign.base import Layer, Naming, owner
+from anybit.checkpoint.foreign.base import Layer, Naming, of_attention, owner
+from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
 from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
-from anybit.checkpoint.layout import check_missing
-from anybit.checkpoint.names import Names
+from anybit.checkpoint.layout import check_fit, check_missing
+from anybit.checkpoint.names import Names, as_they_are
 from anybit.checkpoint.places import Place, name_of, places
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -57,8 +58,6 @@ METHODS = (
 # Settings of tools by which layers also rotate their inputs, or add products of low rank.
 BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
 QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
-# Of attention and its cache: theirs are per tensor, and mean something else here.
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
@@ -96,10 +95,12 @@ class Converted:
     def __str__(self) -> str:
         counts = Counter(self.formats.values())
         what = [f"{count} layers are {spec}" for spec, count in counts.most_common()]
+        if not counts and not self.decoded:
+            what.append("no layer is in codes")
         if self.decoded:
             what.append(f"{len(self.decoded)} layers are dense now")
-        if self.dropped:
-            what.append(f"{len(self.dropped)} tensors left out, such as {self.dropped[0]}")
+        first = f", such as {self.dropped[0]}" if self.dropped else ""
+        what.append(f"{len(self.dropped)} tensors dropped{first}")
         lines = [
             f"{self.out}: from {self.method}, {', '.join(what)}; "
             f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
@@ -165,7 +166,7 @@ def convert_checkpoint(
         method=work.method,
         formats={name: x.scheme for name, x in work.layers.items() if x.scheme},
         notes=Counter(layer.note for layer in work.layers.values() if layer.note),
-        decoded={name: x.reason for name, x in work.layers.items() if x.format is None},
+        decoded=work.decoded,
         dropped=work.dropped,
         unexpected=work.unexpected,
         bytes_before=work.source_bytes,
@@ -185,6 +186,7 @@ class Conversion(Rewrite):
         dense: The dtype of layers that are decoded.
         dropped: Tensors that are left out.
         unexpected: Layers that transformers' model does not have under their names.
+        decoded: Layers of the source that become dense, and why.
     """
 
     stored: Mapping[str, Stored | Made]
@@ -194,6 +196,7 @@ class Conversion(Rewrite):
     dense: torch.dtype
     dropped: tuple[str, ...]
     unexpected: tuple[str, ...]
+    decoded: Mapping[str, str]
 
     @property
     def quantized(self) -> list[tuple[str, tuple[int, int]]]:
@@ -233,6 +236,10 @@ class Conversion(Rewrite):
         self.check(unit, tensors)
         for key, tensor in tensors.items():
             shard.add(f"{unit}.{key}", tensor)
+
+    def try_out(self, directory: Path) -> None:
+        if not any(".experts." in name for name in self.unexpected):  # which transformers refuses
+            super().try_out(directory)
 
     def check(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
         """InvalidInput where what a layer becomes holds NaN or inf: by the source's names."""
@@ -316,7 +323,7 @@ def plan_conversion(
     where = places(found.names, layers.keys() | weights)
     model_name = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
     module_of = {place.stored: model.get_submodule(name) for place, name in model_name.items()}
-    scales = [name for name in stored if name.endswith(KV_SCALES)]
+    scales = [name for name in stored if of_attention(name)]
     dropped = {n: None for n in scales if found.names.in_model(n)[0] not in found.names.state}
     own_name = {place.stored: name for place, name in model_name.items()}
     schemes = rounded_to(to, {name: own_name.get(name) for name in layers})
@@ -328,6 +335,7 @@ def plan_conversion(
             if bias.read().any():
                 raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
             dropped[f"{name}.bias"] = None
+    dtype = dense_dtype(config, (stored[name] for name in dense))
     for name, tensor in stored.items():
         layer_of = owner(name, layers)
         if name not in unit_of and name not in dropped and tensor.torch_dtype in CODES:
@@ -341,14 +349,24 @@ def plan_conversion(
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
             )
+    decoded = {name: layer.reason for name, layer in layers.items() if layer.format is None}
+    if for_transformers:
+        stored, layers = as_transformers_reads(found.names, own_name, stored, layers, dtype)
+        unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
+        dense = [name for name in stored if name not in unit_of]
     heads, embeddings = tied_heads(model), embedding_layers(model)
     of_model = {name: layers.get(place.stored) for place, name in model_name.items()}
     for head, own in heads.items():  # which share the embeddings' codes
         of_model[head] = of_model.get(head) or of_model[own]
     coded = [name for name, layer in of_model.items() if layer]
-    others = [name for name, layer in layers.items() if layer.reason == OTHERS]
+    others = [
+        name
+        for name, layer in layers.items()
+        if layer.reason == OTHERS or (layer.format is None and name not in found.layers)
+    ]
     unexpected = tuple(name for name in layers if name not in module_of and name not in others)
     kept = [name for name in dense if name not in dropped]
+    check_fit(source, as_they_are(found.names, kept), stored, found.names.state)
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
         check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
@@ -372,8 +390,9 @@ def plan_conversion(
         unexpected=unexpected,
         method=method,
         layers=layers,
-        dense=dense_dtype(config, (stored[name] for name in dense)),
+        dense=dtype,
         dropped=tuple(dropped),
+        decoded=decoded,
     )
 
 

@@ -14,7 +14,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.foreign.base import of_attention
 from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
+from anybit.checkpoint.foreign.convert import opened, plan_conversion
 from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
 from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import Place, places
@@ -40,7 +42,6 @@ from anybit.nn.tied import untied_config
 
 GGUF = "gguf"
 TARGETS = (TOOL, GGUF)
-KV_SCALES = (".k_scale", ".v_scale")  # ours are per channel, and mean nothing there
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,10 @@ class Export(Rewrite):
                 out |= {f"{name}.{key}": size for key, size in sizes}
         return out
 
+    def try_out(self, directory: Path) -> None:
+        with opened(directory) as found:
+            plan_conversion(found, SHARD_BYTES)
+
     def write(self, unit: str, shard: ShardWriter) -> None:
         layer = self.layers.get(unit)
         if layer is None:
@@ -240,7 +245,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         else:
             reasons[name] = layer
     check_all(source, reasons, len(found.layers))
-    dropped = tuple(name for name in stored if name.endswith(KV_SCALES))
+    dropped = tuple(name for name in stored if of_attention(name))  # ours are per channel
     owner = {
         f"{name}.{key}": name
         for name, layer in layers.items()

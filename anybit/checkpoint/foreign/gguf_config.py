@@ -124,10 +124,11 @@ def config_of(contents: Contents) -> dict[str, Any]:
 def rope(own: Own, config: dict[str, Any]) -> None:
     """Rotary embeddings: their base, how they are stretched, and how much of a head they turn."""
     tensors, path = own.contents.tensors, own.path
-    factor = own.number("rope.scaling.factor", 1.0)
+    factor = own.number("rope.scaling.factor", 1.0) or 1.0  # llama.cpp takes 0 for 1
     scaling = own.text("rope.scaling.type", "none" if factor == 1 else "linear")
     if factor < 1:
         raise InvalidInput(f"{path}: rotary embeddings stretched {factor} times cannot be read")
+    own.extrapolates(factor, scaling)
     factors = [name for name in tensors if name.startswith(("rope_freqs", "rope_factors"))]
     made = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10000.0)}
     attention = own.number("rope.scaling.attn_factor", 1.0)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anybit.checkpoint.foreign.base import of_attention
 from anybit.checkpoint.foreign.ct_layers import keys_of
-from anybit.checkpoint.foreign.export import KV_SCALES, Checkpoint, check_all
+from anybit.checkpoint.foreign.export import Checkpoint, check_all
 from anybit.checkpoint.foreign.ggml import TYPES, pack
 from anybit.checkpoint.foreign.gguf_config import metadata_of
 from anybit.checkpoint.foreign.gguf_families import FAMILIES, Family
@@ -113,7 +114,7 @@ class _File:
         names = {part.name for parts in self.parts.values() for part in parts}
         for name in self.source.stored:
             layer = name.rpartition(".")[0]
-            known = name in names or layer in self.kinds or name.endswith(KV_SCALES)
+            known = name in names or layer in self.kinds or of_attention(name)
             if not known and not (tied and name == "lm_head.weight"):
                 raise InvalidInput(f"{self.source.directory}: GGUF has no place for {name}")
         for theirs, parts in self.parts.items():

@@ -68,6 +68,7 @@ SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"
 # What a model does without a key, where that is not 0, none or "": llama.cpp's defaults.
 USUAL = {
     "logit_scale": 1, "residual_scale": 1, "embedding_scale": 1, "expert_weights_scale": 1,
+    "rope.scale_linear": 1, "rope.scaling.yarn_attn_factor": 1,
 }  # fmt: skip
 NOT_IDLE = {"rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"}  # at 0
 OFF = {

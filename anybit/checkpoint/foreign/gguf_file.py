@@ -60,8 +60,16 @@ class Contents:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
-    return path.suffix == ".gguf" and not path.is_dir()
+    """Whether a path is that of a GGUF file: by its ending, or by its first four bytes.
+
+    Caches name files by hashes.
+    """
+    if path.suffix == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def files_of(path: Path) -> list[Path]:

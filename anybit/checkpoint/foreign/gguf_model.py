@@ -40,6 +40,7 @@ from anybit.nn.experts import published, split
 log = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
+GATE_OR_UP = re.compile(r"\.ffn_(gate|up)_exps\.weight$")  # which one tensor may hold both
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = ("eos", "eot", "eom")  # tokens that end a text
 LEFT = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in config
@@ -274,9 +275,19 @@ def placed(
     used, experts, tensors = {*LEFT}, dict[str, list[Stored]](), model.state_dict()
 
     def found(theirs: str, name: str, expert: int | None) -> Block:
-        block = contents.tensors.get(theirs)
+        block, half = contents.tensors.get(theirs), None
+        if block is None and (of := GATE_OR_UP.search(theirs)):
+            theirs, half = theirs.replace(of[1], "gate_up"), ("gate", "up").index(of[1])
+            block = contents.tensors.get(theirs)
         if block is None:
-            raise InvalidInput(f"{path}: has no tensor {theirs} for {name}")
+            old = any(other.endswith(".ssm_in.weight") for other in contents.tensors)
+            what = f"has no tensor {theirs} for {name}"
+            if old and family.arch == "qwen3next":
+                what += (
+                    ": its ssm_in holds q, k, v and z in one, as files of before 2026 do; take a "
+                    "newer file, or convert the original model"
+                )
+            raise InvalidInput(f"{path}: {what}")
         used.add(theirs)
         if not decodable(block.kind):
             raise InvalidInput(f"{path}: {theirs} is {block.kind}, which cannot be read")
@@ -284,9 +295,10 @@ def placed(
             return block
         if theirs not in experts:
             experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []
-        if expert >= len(experts[theirs]):
-            raise InvalidInput(f"{path}: {theirs} of {block.shape} holds too few experts")
-        return Block(block.kind, block.shape[1:], experts[theirs][expert])
+        odd = half is not None and len(block.shape) == 3 and block.shape[1] % 2
+        if expert >= len(experts[theirs]) or odd:
+            raise InvalidInput(f"{path}: {theirs} of {block.shape} does not hold the experts")
+        return halved(Block(block.kind, block.shape[1:], experts[theirs][expert]), half)
 
     for own, name, theirs, expert in named(path, family, config, model, names.stored):
         shape = tuple(tensors[own].shape)
@@ -330,6 +342,18 @@ def placed(
             f"{unknown[0]}"
         )
     return stored, layers
+
+
+def halved(block: Block, half: int | None) -> Block:
+    """The first or second half of a matrix's rows; None: all."""
+    if half is None:
+        return block
+    rows, columns = block.shape[0] // 2, block.shape[1:]
+    stored, nbytes = block.stored, block.stored.nbytes // 2
+    part = stored._replace(
+        shape=(rows, *stored.shape[1:]), start=stored.start + half * nbytes, nbytes=nbytes
+    )
+    return Block(block.kind, (rows, *columns), part)
 
 
 def fits(given: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -15,6 +15,8 @@ from anybit.checkpoint.foreign.gguf_families import (
 from anybit.checkpoint.foreign.gguf_file import Contents
 from anybit.errors import InvalidInput
 
+EXTRAPOLATED = "rope.scaling.yarn_ext_factor"
+
 
 class Own:
     """The metadata of a file's architecture."""
@@ -53,6 +55,19 @@ class Own:
         if not isinstance(value, bool):
             raise InvalidInput(f"{self.path}: {self.arch}.{key} is {str(value)[:40]!r}, no boolean")
         return value
+
+    def extrapolates(self, factor: float, scaling: str) -> None:
+        """Note YaRN's share of frequencies that are not stretched, where it changes nothing.
+
+        Args:
+            factor: How far positions are stretched.
+            scaling: How; YaRN's usual share is 1, that of others 0, and below 0 is the usual one.
+        """
+        share = self.values.get(EXTRAPOLATED)
+        if not isinstance(share, float) or not math.isfinite(share):
+            return
+        if factor == 1 or share < 0 or share == (scaling == "yarn"):
+            self.known.add(EXTRAPOLATED)
 
     def has(self, end: str) -> bool:
         """Whether some tensor's name ends like this."""

@@ -8,6 +8,7 @@ group are not neighbours; they become so in our order of columns, see `Format.or
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,36 @@ def layers(
     bits = option(config, "bits", BITS, "GPTQ", required=True)
     varied = bool(config.get("dynamic"))  # GPTQModel's overrides for layers
     first = layout == "gptq"
-    return {p.name: layer(p, bits, varied, first, act_order) for p in parts("qweight", stored)}
+    other = ""
+    if config.get("sym") is True and not varied:
+        other = f"{key}: {'gptq_v2' if first else 'gptq'}"
+    return {
+        p.name: layer(p, bits, varied, first, act_order, other) for p in parts("qweight", stored)
+    }
 
 
-def layer(part: Part, bits: int, varied: bool, first_version: bool, act_order: bool) -> Layer:
-    """One layer. varied: its own shapes tell its bits, not the config."""
+def layer(
+    part: Part,
+    bits: int,
+    varied: bool,
+    first_version: bool,
+    act_order: bool,
+    other: str = "",
+) -> Layer:
+    """One layer.
+
+    Args:
+        part: Its tensors.
+        bits: Of its codes.
+        varied: Its own shapes tell its bits, not the config.
+        first_version: Zero points are stored less 1.
+        act_order: Columns are sorted.
+        other: What config.json says of files whose zero points are stored the other way, where it
+            also says that they are the middle of the codes; "": it does not.
+
+    Raises:
+        InvalidInput: Tensors do not fit each other, or zero points what the config says of them.
+    """
     qweight = part.find("qweight", (torch.int32,), (ANY, ANY))
     scales = part.find("scales", FLOATS, (ANY, ANY))
     g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
@@ -78,17 +104,29 @@ def layer(part: Part, bits: int, varied: bool, first_version: bool, act_order: b
     def zero() -> Tensor:
         return zero_points(qzeros.read(), bits, n, first_version)
 
-    return uniform(
+    zeros = zero()
+    middle = symmetric(zeros, bits)
+    beside = 2 ** (bits - 1) + (1 if first_version else -1)
+    if other and bool((zeros == beside).all()):
+        stored = "less 1" if first_version else "as they are"
+        raise InvalidInput(
+            f"{part.name}: config.json says sym: true, and that zero points are stored {stored}, "
+            f"by which they are {beside} and not {2 ** (bits - 1)}; the file is of the other "
+            f"version: put {other} into its quantization_config"
+        )
+    found = uniform(
         part,
         (n, k),
         bits,
         codes=lambda: unpack(qweight.read().T.contiguous(), bits, k),
         scale=lambda: scales.read().T.contiguous(),
-        zero=None if symmetric(zero(), bits) else zero,
+        zero=None if middle else zero,
         groups=groups,
         dtypes={"scale": scales.torch_dtype},
         order=None if g_idx is None else column_order(g_idx.read(), groups, part.name),
     )
+    unlike = "config.json says sym: true, but its zero points are not the middle; they are kept"
+    return replace(found, note=unlike) if other and not middle else found
 
 
 def zero_points(words: Tensor, bits: int, n: int, first_version: bool) -> Tensor:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from anybit.errors import InvalidType
 from anybit.kernels.triton import lang
 from anybit.kernels.triton.gpu import shared_memory
 from anybit.kernels.triton.lang import settle
@@ -382,6 +383,8 @@ def planned(
     layout: Layout, tile: Tile, dtype: torch.dtype, device: torch.device, m: int, n: int, k: int
 ) -> Plan:
     """The launch for x (M, K) of a dtype and N outputs."""
+    if dtype == torch.int8 and layout.unit != 8:  # which Triton's compiler answers by an abort
+        raise InvalidType("codes in int8 need a layout of 8-bit units; give them in fp16 or bf16")
     # A cut tile is decoded before it has the operand's layout, as `lang.multiply_add` needs it.
     most = layout.fields if layout.unit == 16 else 1
     tile = fitted(replace(tile, cut=min(tile.cut, most)), layout, dtype, device)

@@ -1,5 +1,6 @@
 """Tokens of texts and conversations, and which of them are answers."""
 
+from itertools import takewhile
 from typing import Any
 
 from anybit.errors import InvalidInput, check_text, in_a_line
@@ -16,6 +17,12 @@ def tokenized(text: Text, tokenizer: Any) -> list[int]:
     """
     whole, special = written(text, tokenizer)
     return list(encoded(tokenizer, whole, special).input_ids)
+
+
+def before_text(tokenizer: Any) -> list[int]:
+    """Token ids that a tokenizer puts before a text: BOS, or nothing, as its own settings say."""
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    return list(takewhile(special.__contains__, encoded(tokenizer, "a", True).input_ids))
 
 
 def answers(text: Text, tokenizer: Any) -> tuple[list[int], list[bool]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anybit.errors import InvalidInput
 from anybit.files.texts import Text, is_entry, read_texts, text_of
-from anybit.quantizers.calibration.chat import tokenized
+from anybit.quantizers.calibration.chat import before_text, tokenized
 
 Ids = Tensor | np.ndarray[Any, Any]
 Source = str | Path | Ids | Iterable[Text | Mapping[str, Any]]
@@ -91,6 +91,9 @@ class Calibration:
     def tokens(self, model: nn.Module) -> Tensor:
         """Token ids (samples, length): windows evenly spaced over the data.
 
+        A window of text begins with what the tokenizer puts before a text (BOS, for many models),
+        in place of its first tokens.
+
         Args:
             model: Gives the context length, the vocabulary and the default tokenizer.
 
@@ -103,9 +106,11 @@ class Calibration:
             UserWarning: There is too little data for so many windows; all of it is used.
         """
         length = min(self.length, context_of(model) or self.length)
-        ids = self.source
+        ids, begin = self.source, list[int]()
         if not isinstance(ids, ARRAYS):
-            ids = self._tokenize(ids, model, self.samples * length)
+            tokenizer = self.tokenizer or tokenizer_of(model)
+            begin = before_text(tokenizer)[:length]
+            ids = self._tokenize(ids, tokenizer, self.samples * length)
         check_ids(ids)
         if ids.ndim == 2:
             return checked_ids(ids, model)
@@ -124,16 +129,17 @@ class Calibration:
             )
         starts = torch.linspace(0, len(ids) - length, need, dtype=torch.float64).long()
         parts = (ids[start : start + length] for start in starts.tolist())
-        return torch.stack([checked_ids(part, model) for part in parts])
+        out = torch.stack([checked_ids(part, model) for part in parts])
+        out[:, : len(begin)] = torch.tensor(begin, dtype=torch.long)
+        return out
 
     def check_file(self) -> None:
         """Raise what is wrong with the file, if the source is one, before any model is loaded."""
         if isinstance(self.source, str | Path):
             read_texts(self.source)
 
-    def _tokenize(self, source: Any, model: nn.Module, enough: int) -> Tensor:
+    def _tokenize(self, source: Any, tokenizer: Any, enough: int) -> Tensor:
         """Token ids (T,) of all texts; of an endless source, of as many as are enough."""
-        tokenizer = self.tokenizer or tokenizer_of(model)
         endless, out = is_endless(source), list[int]()
         for number, item in enumerate(
             read_texts(source) if isinstance(source, str | Path) else source

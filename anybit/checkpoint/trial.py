@@ -1,0 +1,78 @@
+"""Whether what was written can be read: names and shapes, against the class that will read them.
+
+No weight is read: the model is built without memory, and changed as it is when it is loaded.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anybit.checkpoint.architecture import bare_model, check_model
+from anybit.checkpoint.layout import check_fit, check_missing
+from anybit.checkpoint.names import (
+    Names,
+    as_they_are,
+    conversions,
+    ignored_unexpected,
+    is_merge,
+    missing_in,
+    natural,
+    targets_of,
+)
+from anybit.checkpoint.swap import put, swap_for_stored
+from anybit.errors import InvalidInput
+from anybit.files.directory import quantization_of, read_json
+from anybit.files.safetensors import Stored, stored_tensors
+from anybit.nn.plan import METHOD, stored_plan
+
+
+def try_out(directory: Path) -> None:
+    """Raise InvalidInput when transformers would not find every tensor of a model that was written.
+
+    directory: of a dense model, or of one of ours.
+    """
+    try:
+        quantization = quantization_of(read_json(directory / "config.json"), directory)
+        if quantization.get("quant_method") == METHOD:
+            check_coded(directory, quantization)
+        else:
+            check_model(directory)
+    except InvalidInput as error:
+        raise InvalidInput(
+            f"what was written could not be loaded, which is a fault of anybit; please report it: "
+            f"{error}"
+        ) from error
+
+
+def check_coded(directory: Path, quantization: Mapping[str, Any]) -> None:
+    """As `check_model` does for dense models. quantization: of config.json."""
+    stored, model = stored_tensors(directory), bare_model(directory)
+    fill, names = swap_for_stored(model, stored_plan(quantization, directory), stored)
+    put(model, fill)
+    table = Names(model)
+    table.renamings, *table.converters = conversions(names, [*table.renamings, *table.converters])
+    table.renamings = [table.renamings]
+    found = as_they_are(table, stored)
+    covered = {*found.values()} | merged(table, stored)
+    ignored = ignored_unexpected(model)
+    unexpected = [n for n in stored if table.in_model(n)[0] not in table.state and not ignored(n)]
+    check_missing(directory, missing_in(model, covered), unexpected)
+    check_fit(directory, found, stored, table.state)
+
+
+def merged(table: Names, stored: Mapping[str, Stored]) -> set[str]:
+    """The model's names for tensors that transformers makes of stored ones, which are all there."""
+    parts: dict[str, tuple[Any, dict[str, int]]] = {}
+    for name in sorted(stored, key=natural):
+        found, converter, pattern = table.in_model(name)
+        if converter is not None and found in table.state:
+            counts = parts.setdefault(found, (converter, {}))[1]
+            counts[pattern] = counts.get(pattern, 0) + 1
+    out = set[str]()
+    for first, (converter, counts) in parts.items():
+        whole = len(counts) == len(converter.source_patterns)
+        if is_merge(converter):
+            whole = whole and {*counts.values()} == {len(table.state[first])}
+        if whole:
+            out |= {*targets_of(first, converter, table.state)}
+    return out
