@@ -118,7 +118,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Tried:
-    """A grammar that a child has tried: its kind (lark or regex), text, and size in bytes, about."""
+    """A grammar that a child has tried: its kind (lark or regex), text, and size in bytes."""
 
     kind: str
     text: str
