@@ -25,7 +25,8 @@ class EngineStopped(Unsupported):
 class Stream:
     """What arrives for a few requests of one caller: lists of deltas, until all texts have ended.
 
-    names: of the requests. left: the texts (name, index) that have not ended.
+    names: of the requests. left: the texts (name, index) that have not ended. sink: is called
+    when a step's deltas are pending, instead of whoever reads the stream.
     A reader that is slow gets longer lists and delays nobody.
     """
 
@@ -34,6 +35,7 @@ class Stream:
     tokens: int  # of the prompts
     pending: list[Delta] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    sink: Callable[[], None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while self.left or self.pending:
@@ -46,7 +48,13 @@ class Stream:
         self.pending.append(delta)
         if delta.finish:
             self.left.discard((delta.request, delta.index))
-        self.arrived.set()
+
+    def wake(self) -> None:
+        """Say that a step's deltas are pending."""
+        if self.sink is None:
+            self.arrived.set()
+        else:
+            self.sink()
 
 
 class AsyncEngine:
@@ -168,17 +176,22 @@ class AsyncEngine:
     # In the loop.
 
     def _deliver(self, deltas: list[Delta]) -> None:
+        touched = {}
         for delta in deltas:
             stream = self.streams.get(delta.request)
             if stream is None:  # aborted by its caller
                 continue
             stream.push(delta)
+            touched[stream] = None
             if delta.finish and not any(name == delta.request for name, _ in stream.left):
                 del self.streams[delta.request]
+        for stream in touched:
+            stream.wake()
 
     def _died(self, reason: str) -> None:
         self.accepting, self.failure = False, f"the engine has failed: {reason}"
         for stream in set(self.streams.values()):
             for name, index in list(stream.left):
                 stream.push(Delta(name, index, finish="error", error=self.failure))
+            stream.wake()
         self.streams.clear()

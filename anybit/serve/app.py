@@ -35,8 +35,9 @@ def create_app(llm: LLM, settings: Settings) -> FastAPI:
         server.texts.close()
 
     app = FastAPI(
-        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,  # it would send clients to whatever Host they have named
+    )  # fmt: skip
     app.state.server = server
     app.add_middleware(Gate, settings=settings, stopping=server.stopping)
     if settings.origins:

@@ -185,8 +185,11 @@ def warn_if_open(host: str, address: str) -> None:
 
 
 def served(model: Path) -> str:
-    """What clients call a model: a directory by its name, and one of the hub as the hub does."""
-    return model.resolve().name if model.exists() else str(model)
+    """What clients call a model: a directory by its name, and one of the hub as the hub does.
+
+    A link is called as it is, and not as what it leads to today.
+    """
+    return Path(os.path.abspath(model)).name if model.exists() else str(model)
 
 
 def bytes_of(gigabytes: float | None) -> int | None:

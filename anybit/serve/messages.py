@@ -1,7 +1,6 @@
 """Anthropic's Messages over a chat: /v1/messages."""
 
 import json
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field, Tag
 
 from anybit.serve import mistakes, protocol
-from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
+from anybit.serve.answers import Answer, Asked, Block, Failed, Text
+from anybit.serve.events import Events, event
 from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
 
@@ -231,16 +231,17 @@ class MessagesAnswer(Answer):
             | self.edited
         )
 
-    async def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> Events:
         (text,) = self.texts
         usage = self._usage() | {"output_tokens": 0}
         message = self._message([], {"stop_reason": None, "stop_sequence": None})
-        yield named({"type": "message_start", "message": message | {"usage": usage}})
+        out = named({"type": "message_start", "message": message | {"usage": usage}})
         at = -1
         try:
-            async for steps in self.steps():
+            while self.open:
+                deltas = yield out
                 out = b""
-                for step in steps:
+                for step in map(self.step, deltas):
                     for piece, new in zip(step.pieces, step.new, strict=True):
                         if new:
                             out += self._stopped(at)
@@ -252,16 +253,13 @@ class MessagesAnswer(Answer):
                         if piece.text and (piece.kind != "call" or is_object(text.blocks[at].text)):
                             out += named({"type": "content_block_delta", "index": at,
                                           "delta": delta(piece.kind, piece.text)})  # fmt: skip
-                if out:
-                    yield out
         except Failed as failed:
-            yield named(mistakes.anthropic_error(failed.status, str(failed)))
-            return
+            return named(mistakes.anthropic_error(failed.status, str(failed)))
         usage = {"output_tokens": self.counts[1]}
-        yield self._stopped(at) + named(
+        out += self._stopped(at) + named(
             {"type": "message_delta", "delta": self._stop(text), "usage": usage} | self.edited
         )
-        yield named({"type": "message_stop"})
+        return out + named({"type": "message_stop"})
 
     def _stopped(self, at: int) -> bytes:
         return b"" if at < 0 else named({"type": "content_block_stop", "index": at})

@@ -24,14 +24,15 @@ LAST = 2.0  # seconds after the grace in which the last bytes may be sent
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; Unsupported if the address is not to be had.
+    """A socket that listens; Unsupported if the address is not to be had. "::": also of IPv4.
 
     Before the model is loaded, so that a port in use is told at once. Clients that come while it
     is loaded wait.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=2048)
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:  # the latter of a name that is none
         reason = getattr(error, "strerror", None) or "it is not a host name"
         raise Unsupported(
@@ -63,7 +64,7 @@ class Uvicorn(uvicorn.Server):
 def config(llm: "LLM", settings: "Settings") -> uvicorn.Config:
     """Uvicorn's settings for a model."""
     from anybit.serve.app import create_app
-    from anybit.serve.gate import Connection
+    from anybit.serve.connection import Connection
 
     protocol = type("Connection", (Connection,), {"patience": settings.patience})
     return uvicorn.Config(
@@ -73,7 +74,6 @@ def config(llm: "LLM", settings: "Settings") -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=min(75, int(settings.patience)),
         timeout_graceful_shutdown=int(settings.grace + 2 * LAST) + 1,
     )
 
