@@ -10,6 +10,7 @@ from functools import partial
 
 from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.model_runner import Flight, Runner
+from anybit.engine.plain import Plain
 from anybit.engine.prompts import prompt_results
 from anybit.engine.sampler import INVALID, Row, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
@@ -85,6 +86,7 @@ class Engine:
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
         self.grammars, self.speculation = grammars, speculation
+        self.plain: Plain | None = None  # texts of tokens that need no `decode`
         self.adapters: Collection[str] = ()  # names of those that requests may ask for
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
         # Output tokens that were sampled and are not yet text, by number, and whether they were
@@ -152,7 +154,9 @@ class Engine:
         decode = None if self.decode is None else partial(self.decode, shown=params.shown)
         seqs = []
         for index in range(params.n):
-            text = Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
+            text = Detokenizer(
+                decode, prompt, params.stop, params.include_stop_str_in_output, self.plain
+            )
             seq = Sequence(request, index, list(prompt), params, text, limit, self.eos)
             if params.structured is not None and self.grammars is not None:
                 seq.matcher = self.grammars.matcher(params.structured)

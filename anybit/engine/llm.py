@@ -23,6 +23,7 @@ from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
 from anybit.engine.engine import Delta
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
+from anybit.engine.plain import plain
 from anybit.engine.ready import make_ready
 from anybit.engine.reload import again
 from anybit.engine.sequence import Logprob, SamplingParams
@@ -193,6 +194,7 @@ class LLM:
         self.kv_cache = kv.name
         self.special, self._decode = special_tokens(self.tokenizer), decoder(self.tokenizer)
         self.engine = assemble(loaded, small, settings, self.decode if self.tokenizer else None)
+        self.engine.plain = plain(self.tokenizer)
         self.engine.adapters = tuple(beside)
         if max_itl is not None:
             limit = None if max_itl == "auto" else max_itl / 1e3
