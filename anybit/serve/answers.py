@@ -245,13 +245,14 @@ class OpenAI(Answer):
             delta.finish or delta.logprobs or delta.prompt_logprobs
             or asked.token_ids or asked.running
         )  # fmt: skip
-        if known and asked.readers is Plain:  # nothing but the text changes
-            index = self.index[delta.request] + delta.index
-            self.texts[index].completion.tokens += delta.tokens
+        index = self.index[delta.request] + delta.index
+        text = self.texts[index]
+        if known and type(text.reader) is Plain:  # nothing but the text changes
+            text.completion.tokens += delta.tokens
             if delta.cached:
                 self.cached[delta.request] = delta.cached
             return self._framed(index, "content", delta.text) if delta.text else b""
-        step = self.step(delta)
+        step = self.step(delta)  # of a reader that may hold text back
         if known and len(step.pieces) == 1 and (piece := step.pieces[0]).kind != "call":
             return self._framed(step.text.completion.index, piece.kind, piece.text)
         return b"".join(self.part(*part) for part in self.parts(step))

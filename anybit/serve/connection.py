@@ -42,6 +42,7 @@ class Exchange:
         self.chunked = False
         self.left: int | None = None  # bytes that the answer still needs, if it told how many
         self.news = asyncio.Event()
+        self.out: list[bytes] = []  # of the answer, that is not sent yet
 
     async def run(self, app: ASGIApp) -> None:
         """Let the application answer."""
@@ -85,17 +86,38 @@ class Exchange:
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         if body and self.scope["method"] != "HEAD":
-            self.write(body)
+            self._add(body)
+        if not more and self.chunked:
+            self.out.append(b"0\r\n\r\n")
+        self.flush()
         if not more:
-            self._end()
+            self.ended, self.keep = True, self.keep and not self.left
+            self.news.set()
+            self.connection.answered(self)
 
     def write(self, body: bytes) -> None:
-        """Send a part of the body at once; whether that is wise, `connection.writable` tells."""
-        if self.chunked:
-            body = b"%x\r\n%b\r\n" % (len(body), body)
-        elif self.left is not None:
+        """Send a part of the body soon; whether that is wise, `connection.writable` tells.
+
+        What is written while a step's deltas are read is sent behind them: each call of the system
+        leaves the processor's caches to it, and the next stream's events would wait for theirs.
+        """
+        if not self.out:
+            waiting = self.connection.waiting
+            if not waiting:
+                self.connection.loop.call_soon(send_all, waiting)
+            waiting.append(self)
+        self._add(body)
+
+    def flush(self) -> None:
+        """Send what was written."""
+        if self.out and not self.gone:
+            self.connection.transport.write(b"".join(self.out))
+        self.out.clear()
+
+    def _add(self, body: bytes) -> None:
+        if self.left is not None:
             self.left -= len(body)
-        self.connection.transport.write(body)
+        self.out.append(b"%x\r\n%b\r\n" % (len(body), body) if self.chunked else body)
 
     def _begin(self, status: int, headers: Any) -> None:
         self.started = True
@@ -122,14 +144,7 @@ class Exchange:
         if not self.keep and not closes:
             out.append(b"connection: close\r\n")
         out.append(b"\r\n")
-        self.connection.transport.write(b"".join(out))
-
-    def _end(self) -> None:
-        if self.chunked:
-            self.connection.transport.write(b"0\r\n\r\n")
-        self.ended, self.keep = True, self.keep and not self.left
-        self.news.set()
-        self.connection.answered(self)
+        self.out = [b"".join(out)]  # sent with the first part of the body, or alone
 
 
 class Connection(asyncio.Protocol):
@@ -140,6 +155,7 @@ class Connection(asyncio.Protocol):
     """
 
     patience = 60.0
+    waiting: list[Exchange]  # of all connections of a server: those with parts to be sent
 
     def __init__(
         self,
@@ -164,6 +180,11 @@ class Connection(asyncio.Protocol):
         self.idle = 0  # bytes since something came of what was read
         self._parse_anew()
 
+    @classmethod
+    def of_server(cls, patience: float) -> type["Connection"]:
+        """The class of one server's connections."""
+        return type("Connection", (cls,), {"patience": patience, "waiting": []})
+
     # asyncio calls these.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -183,7 +204,10 @@ class Connection(asyncio.Protocol):
             return
         self._parse(data)
         if self.idle > LIMIT and self.refusal is None:
-            self.refusal = 431, f"a request's head, or what follows its body, has over {LIMIT} bytes"
+            self.refusal = (
+                431,
+                f"a request's head, or what follows its body, has over {LIMIT} bytes",
+            )
         if self.refusal is not None:
             self.last, self.reading = True, None
             if not self.exchanges:
@@ -400,10 +424,16 @@ class Connection(asyncio.Protocol):
             self.stuck = None
 
 
+def send_all(waiting: list[Exchange]) -> None:
+    """Send what streams have written."""
+    found = waiting.copy()
+    waiting.clear()
+    for exchange in found:
+        exchange.flush()
+
+
 def phrase(status: int) -> bytes:
     """What a status is called; nothing for one that is not in the standard."""
     with suppress(ValueError):
         return HTTPStatus(status).phrase.encode()
     return b""
-
-

@@ -82,9 +82,7 @@ class EventStream(Response):
                 pass
             wake.set()
 
-        first = next(events)
-        if first:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
+        await send({"type": "http.response.body", "body": next(events), "more_body": True})
         stream.sink = arrived
         if stream.pending:
             wake.set()

@@ -66,10 +66,9 @@ def config(llm: "LLM", settings: "Settings") -> uvicorn.Config:
     from anybit.serve.app import create_app
     from anybit.serve.connection import Connection
 
-    protocol = type("Connection", (Connection,), {"patience": settings.patience})
     return uvicorn.Config(
         create_app(llm, settings),
-        http=protocol,
+        http=Connection.of_server(settings.patience),
         ws="none",
         log_config=None,
         access_log=False,
