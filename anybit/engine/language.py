@@ -4,6 +4,7 @@ from collections.abc import Sequence as Items
 from functools import cached_property, partial
 from typing import Any
 
+from anybit.engine.plain import Plain, plain
 from anybit.errors import InvalidInput, check_text
 
 
@@ -22,6 +23,11 @@ class Language:
     @cached_property
     def _decode(self) -> Any:
         return decoder(self.tokenizer)
+
+    @cached_property
+    def plain(self) -> Plain | None:
+        """Texts of tokens that need no decoding behind others."""
+        return plain(self.tokenizer)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""

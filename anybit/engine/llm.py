@@ -278,7 +278,7 @@ class LLM(Language):
 
     def transcripts(self) -> Transcripts:
         """What turns the engine's tokens into texts, and ends these at stop strings."""
-        return Transcripts(self.decode if self.tokenizer else None, self.engine.end)
+        return Transcripts(self, self.engine.end)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

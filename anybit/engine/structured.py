@@ -129,8 +129,9 @@ class Tried:
 class Compiled:
     """A grammar that was tried. error: why it is refused, or "".
 
-    tried: what may be compiled, if it may be. again: compiles it for another lane; None if that takes long. masks: that were timed, and have
-    taken `seconds` of processor time, the last one `last`.
+    tried: what may be compiled, if it may be. again: compiles it for another lane; None if that
+    takes long. masks: that were timed, and have taken `seconds` of processor time, the last one
+    `last`.
     """
 
     error: str

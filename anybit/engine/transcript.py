@@ -9,6 +9,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 
 from anybit.engine.detokenizer import Detokenizer
+from anybit.engine.language import Language
 from anybit.engine.output import Delta
 from anybit.engine.sequence import SamplingParams
 
@@ -20,19 +21,22 @@ Decode = Callable[..., str]  # of tokens, and `shown`, the special ones among th
 class Transcripts:
     """The texts of requests that have not ended.
 
-    decode: text of tokens; None without a tokenizer. end: tells the engine to end a text, by its
+    language: whose tokens they are. end: tells the engine to end a text, by its
     request and number, for a reason ("stop" or "error"), unless it has ended already.
     """
 
-    def __init__(self, decode: Decode | None, end: Callable[[str, int, str], None]):
-        self.decode, self.end = decode, end
+    def __init__(self, language: Language, end: Callable[[str, int, str], None]):
+        self.decode: Decode | None = language.decode if language.tokenizer else None
+        self.plain, self.end = language.plain, end
         self.open: dict[tuple[str, int], tuple[Detokenizer, int]] = {}  # with min_tokens left
 
     def add(self, request: str, prompt: Items[int], params: SamplingParams) -> None:
         """Begin the texts of a request. What the tokenizer raises at its prompt is raised here."""
         decode = None if self.decode is None else partial(self.decode, shown=params.shown)
         for index in range(params.n):
-            text = Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
+            text = Detokenizer(
+                decode, prompt, params.stop, params.include_stop_str_in_output, self.plain
+            )
             self.open[request, index] = text, params.min_tokens
 
     def drop(self, request: str, index: int) -> None:

@@ -35,8 +35,9 @@ def create_app(llm: Model, settings: Settings, engine: Engine) -> FastAPI:
         server.texts.close()
 
     app = FastAPI(
-        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,  # it would send clients to whatever Host they have named
+    )  # fmt: skip
     app.state.server = server
     app.router.route_class = Route
     app.add_middleware(Gate, settings=settings, stopping=server.stopping)

@@ -155,9 +155,20 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+PACKAGES = (
+    "fastapi",
+    "httptools",
+    "llguidance",
+    "msgspec",
+    "orjson",
+    "prometheus_client",
+    "uvicorn",
+)
+
+
 def check_packages() -> None:
     """Say what a missing package belongs to, before front ends do."""
-    for package in ("fastapi", "llguidance", "msgspec", "prometheus_client", "uvicorn"):
+    for package in PACKAGES:
         if find_spec(package) is None:
             raise ModuleNotFoundError(
                 f"{package} is missing; install it with: pip install 'anybit[serve]'"
@@ -189,8 +200,11 @@ def warn_if_open(host: str, address: str) -> None:
 
 
 def served(model: Path) -> str:
-    """What clients call a model: a directory by its name, and one of the hub as the hub does."""
-    return model.resolve().name if model.exists() else str(model)
+    """What clients call a model: a directory by its name, and one of the hub as the hub does.
+
+    A link is called as it is, and not as what it leads to today.
+    """
+    return Path(os.path.abspath(model)).name if model.exists() else str(model)
 
 
 def bytes_of(gigabytes: float | None) -> int | None:

@@ -15,11 +15,12 @@ import uvicorn
 
 from anybit.serve import channel
 from anybit.serve.app import create_app
-from anybit.serve.gate import Connection
+from anybit.serve.connection import Connection
 from anybit.serve.model import Model
 from anybit.serve.server import Server
 from anybit.serve.settings import DYING, LAST, Settings
 from anybit.serve.streams import Engine
+from anybit.serve.times import CLIENT, Times
 
 log = logging.getLogger("anybit.serve")
 
@@ -47,17 +48,15 @@ class Uvicorn(uvicorn.Server):
             connection.transport.abort()
 
 
-def config(app: Any, settings: Settings) -> uvicorn.Config:
-    """Uvicorn's settings."""
-    protocol = type("Connection", (Connection,), {"patience": settings.patience})
+def config(app: Any, settings: Settings, waits: Times) -> uvicorn.Config:
+    """Uvicorn's settings. waits: takes the times of those for clients that read too slowly."""
     return uvicorn.Config(
         app,
-        http=protocol,
+        http=Connection.of_server(settings.patience, waits),
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=min(75, int(settings.patience)),
         timeout_graceful_shutdown=int(settings.grace + 2 * LAST) + 1,
     )
 
@@ -68,8 +67,8 @@ async def serve(
     """Answer until the engine's process says stop, or ends."""
     engine = Engine(model)
     loop = asyncio.get_running_loop()
-    await loop.create_connection(lambda: engine, sock=sock)
-    server = Uvicorn(config(create_app(model, settings, engine), settings))
+    await loop.create_unix_connection(lambda: engine, sock=sock)
+    server = Uvicorn(config(create_app(model, settings, engine), settings, engine.times[CLIENT]))
     work = asyncio.ensure_future(server.serve([listener]))
     while not server.started and not work.done():
         await asyncio.sleep(0.005)
@@ -93,7 +92,17 @@ def run(sock: socket.socket, listener: socket.socket) -> None:
     model, settings, level = pickle.loads(facts)
     logging.getLogger("anybit").setLevel(level)
     sock.setblocking(False)
-    asyncio.run(serve(model, settings, sock, listener))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve(model, settings, sock, listener))
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """The fastest loop there is."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # of systems that have none
+        return asyncio.new_event_loop()
+    return new_event_loop()
 
 
 def main() -> None:

@@ -23,14 +23,15 @@ CHILD = "import sys; sys.path[:] = {path}; from anybit.serve.front import main; 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; Unsupported if the address is not to be had.
+    """A socket that listens; Unsupported if the address is not to be had. "::": also of IPv4.
 
     Before the model is loaded, so that a port in use is told at once. Clients that come while it
     is loaded wait.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=2048)
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:  # the latter of a name that is none
         reason = getattr(error, "strerror", None) or "it is not a host name"
         raise Unsupported(

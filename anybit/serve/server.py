@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import Response
 
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError
 from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared, forces
+from anybit.serve.events import EventStream, dumps
 from anybit.serve.mistakes import WrongField
 from anybit.serve.model import Model
 from anybit.serve.protocol import ChatRequest, Prompting
@@ -150,7 +150,7 @@ class Server:
     async def reply(self, request: Request, answer: Answer, stream: bool | None) -> Response:
         """Send an answer; the engine drops it as soon as the client is gone."""
         if stream:
-            return EventStream(answer, self.engine)
+            return EventStream(answer.events(), answer.asked.stream, self.engine)
         work = asyncio.ensure_future(answer.whole())
         try:
             async with leaving(request) as gone:
@@ -158,27 +158,12 @@ class Server:
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise Gone
-            return JSONResponse(work.result())
+            return Response(dumps(work.result()), media_type="application/json")
         except Failed as error:
             raise HTTPException(error.status, str(error)) from None
         finally:
             work.cancel()
             self.engine.abort(answer.asked.stream)
-
-
-class EventStream(StreamingResponse):
-    """An answer as server-sent events, whose requests end with the response, however it ends."""
-
-    def __init__(self, answer: Answer, engine: Engine):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(answer.events(), headers=headers, media_type="text/event-stream")
-        self.answer, self.engine = answer, engine
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.engine.abort(self.answer.asked.stream)
 
 
 @asynccontextmanager

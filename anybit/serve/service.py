@@ -20,12 +20,13 @@ from anybit.engine.structured import Matcher
 from anybit.errors import AnybitError, Unsupported, in_a_line
 from anybit.serve import channel
 from anybit.serve.metrics import Metrics
-from anybit.serve.settings import DYING, LAST, Settings
+from anybit.serve.settings import LAST, Settings
 
 log = logging.getLogger("anybit.serve")
 
 TRIES = 3  # starts of a front end in a row that come to nothing
 PAUSE = 1.0  # seconds before another try
+PATIENCE = 10.0  # seconds that front ends have to end once the engine has failed
 
 
 @dataclass(eq=False)
@@ -141,7 +142,7 @@ class Service:
         except BaseException as error:
             log.error("the engine has failed: %s", in_a_line(error), exc_info=error)
             self._broadcast(channel.Failed(in_a_line(error)))
-            self._wait(DYING)
+            self._wait(PATIENCE)
             raise
         finally:
             for name in list(self.open):
@@ -388,7 +389,7 @@ class Service:
         front.channel.sock.close()
         if front.process is not None:
             with suppress(TimeoutExpired):
-                front.process.wait(0.05)
+                front.process.wait(0.05 if front.ready else 1.0)
             front.process.kill()
             front.process.wait()
 

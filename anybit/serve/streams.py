@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -15,7 +15,7 @@ from anybit.engine.transcript import Transcripts
 from anybit.errors import in_a_line
 from anybit.serve import channel
 from anybit.serve.model import Model
-from anybit.serve.times import DELIVERY, OWN, SHORT, WRITING, Times
+from anybit.serve.times import DELIVERY, OWN, WRITING, Times
 
 log = logging.getLogger("anybit.serve")
 
@@ -35,7 +35,8 @@ class Refused(Exception):
 class Stream:
     """What arrives for a few requests of one caller: lists of deltas, until all texts have ended.
 
-    names: of the requests. left: the texts (name, index) that have not ended.
+    names: of the requests. left: the texts (name, index) that have not ended. sink: is called
+    when a step's deltas are pending, instead of whoever reads the stream.
     A reader that is slow gets longer lists and delays nobody.
     """
 
@@ -43,28 +44,26 @@ class Stream:
     left: set[tuple[str, int]]
     pending: list[Delta] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    sent: float = 0.0  # when the engine sent the first of those that are pending
-    delivery: Times = field(default_factory=lambda: Times(SHORT))
-    writing: Times = field(default_factory=lambda: Times(SHORT))
+    sink: Callable[[], None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while self.left or self.pending:
             await self.arrived.wait()
             self.arrived.clear()
             deltas, self.pending = self.pending, []
-            taken = time.monotonic()
-            self.delivery.add(taken - self.sent)
             yield deltas
-            self.writing.add(time.monotonic() - taken)
 
-    def push(self, delta: Delta, sent: float | None = None) -> None:
-        """Add a delta. sent: when, by the monotonic clock, if that was not now."""
-        if not self.pending:
-            self.sent = time.monotonic() if sent is None else sent
+    def push(self, delta: Delta) -> None:
         self.pending.append(delta)
         if delta.finish:
             self.left.discard((delta.request, delta.index))
-        self.arrived.set()
+
+    def wake(self) -> None:
+        """Say that a step's deltas are pending."""
+        if self.sink is None:
+            self.arrived.set()
+        else:
+            self.sink()
 
 
 @dataclass(eq=False)
@@ -91,7 +90,7 @@ class Engine(asyncio.Protocol):
         self.accepting, self.preparing, self.failure = True, True, ""
         self.loop = asyncio.get_running_loop()
         self.stopped, self.until = asyncio.Event(), 0.0
-        self.transcripts = Transcripts(model.decode if model.tokenizer else None, self._ended)
+        self.transcripts = Transcripts(model, self._ended)
         self.vocabulary, self.length = model.vocabulary, model.length
         self.grammars = model.grammars
         self._texts: dict[int, tuple[str, int]] = {}  # the requests and numbers of all texts
@@ -118,8 +117,7 @@ class Engine(asyncio.Protocol):
                 self._texts[self._next] = names[-1], index
                 texts.add((names[-1], index))
                 self._next += 1
-        times = self.times[DELIVERY], self.times[WRITING]
-        stream = Stream(names, texts, delivery=times[0], writing=times[1])
+        stream = Stream(names, texts)
         asked = self._asked[first] = Asked(stream, requests, self.loop.create_future())
         self.streams |= dict.fromkeys(names, stream)
         try:
@@ -151,6 +149,7 @@ class Engine(asyncio.Protocol):
             self.abort(stream)
             for delta in left:
                 stream.push(delta)
+            stream.wake()
 
     async def metrics(self) -> bytes:
         """All metrics in Prometheus' exposition format."""
@@ -209,8 +208,7 @@ class Engine(asyncio.Protocol):
 
     # What asyncio calls.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -256,13 +254,21 @@ class Engine(asyncio.Protocol):
                 delta.accepted, delta.rejected = each.accepted, each.rejected
                 delta.prompt_logprobs, delta.embedding = each.prompt_logprobs, each.embedding
             deltas.append(delta)
+        touched: dict[Stream, None] = {}
         for delta in self.transcripts.read(deltas):
             stream = self.streams[delta.request]
-            stream.push(delta, step.sent)
+            stream.push(delta)
+            touched[stream] = None
             if delta.finish:
                 del self._texts[int(delta.request) + delta.index]
                 if not any(name == delta.request for name, _ in stream.left):
                     del self.streams[delta.request]
+        read = time.monotonic()
+        for stream in touched:
+            stream.wake()
+        if touched:
+            self.times[DELIVERY].add(read - step.sent, len(touched))
+            self.times[WRITING].add(time.monotonic() - read, len(touched))
 
     def _admitted(self, first: int) -> None:
         """Begin the texts of requests that the engine has taken."""
@@ -296,5 +302,6 @@ class Engine(asyncio.Protocol):
         for stream in set(self.streams.values()):
             for text in list(stream.left):
                 stream.push(Delta(*text, finish="error", error=self.failure))
+            stream.wake()
         self.streams.clear()
         self.stopped.set()

@@ -10,10 +10,12 @@ SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 
 PREPARE = "anybit:prepare_seconds"
 DELIVERY = "anybit:delivery_seconds"
 WRITING = "anybit:write_seconds"
+CLIENT = "anybit:client_wait_seconds"
 OWN = {  # of front ends
     PREPARE: ("In the front end before the queue: from text to tokens", FIRST),
-    DELIVERY: ("From the end of the engine's step to its text in the front end", SHORT),
-    WRITING: ("Until this was encoded, and the client's socket had room for it", SHORT),
+    DELIVERY: ("From the end of a step of the engine to its texts in the front end", SHORT),
+    WRITING: ("From these to the bytes of all streams of the step", SHORT),
+    CLIENT: ("Of waits for a client that reads too slowly", BETWEEN),
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("From the front end to the first token", FIRST),
@@ -32,9 +34,9 @@ class Times:
         self.bounds, self.sum = bounds, 0.0
         self.counts = [0] * (len(bounds) + 1)
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += count
+        self.sum += count * seconds
 
     def take(self) -> tuple[list[int], float]:
         """What was added since the last time."""
