@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
@@ -348,7 +347,7 @@ class StepGraphs:
         for at in range(0, size, longest)[: rows.prompts]:
             tokens = min(longest, size - at)
             end = first + tokens
-            seq = Sequence("", 0, [0] * end, SamplingParams(), Detokenizer(None, []), end)
+            seq = Sequence("", 0, [0] * end, SamplingParams(), end)
             seq.blocks = [i % blocks for i in range(-(-end // rows.block_size))]
             seq.row = 1 if self.model.recurrent else 0
             out.append(Scheduled(seq, first, tokens, True))

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured, by_number
 from anybit.errors import AnybitError, InvalidInput, in_a_line
 from anybit.serve.harmony import Harmony
+from anybit.serve.model import Model
 from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool
 from anybit.serve.reading import Plain, Reader, Thoughts
 from anybit.serve.texts import Job, room
@@ -39,7 +39,7 @@ class Dialect:
     parser: the family of tool calls, if not the template tells it; "none": no calls are read.
     """
 
-    def __init__(self, llm: LLM, parser: str | None = None):
+    def __init__(self, llm: Model, parser: str | None = None):
         self.template = template_text(llm.tokenizer)
         name = parser or family_of(self.template) if self.template else None
         self.family: Family | None = FAMILIES.get(name or "none")
@@ -108,11 +108,12 @@ class Dialect:
                     f"structured output cannot begin after {self.think}: they are no tokens"
                 )
             structured = replace(structured, think=think, thinking=thinking)
-            if job.llm.engine.grammars is not None:  # compiled here, kept for the engine
-                matcher = job.llm.engine.grammars.matcher(structured)
+            if job.llm.grammars is not None:
+                job.llm.grammars.tried(structured)  # which is kept for the engine
                 for begin in begins if self.family and self.family.bare else ():
                     # The last token of a call's beginning may hold more than it.
                     tokens = job.llm.encode(begin, special=False)[:-1]
+                    matcher = job.llm.grammars.matcher(structured)
                     if matcher.grammar.validate_tokens(tokens) < len(tokens):
                         raise InvalidInput(
                             "response_format: its objects have a property 'name', with which this "

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from anybit.engine import structured
-from anybit.engine.structured import Compiled, Grammars, Matcher, Structured, begin, fill
+from anybit.engine import masks, structured
+from anybit.engine.masks import begin, fill
+from anybit.engine.structured import Compiled, Grammars, Matcher, Structured
 from tests.engine.conftest import PICO
 
 KINDS: list[dict[str, Any]] = [
@@ -31,7 +32,7 @@ def test_masks_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
             row.copy_((on.view(-1, 32).long() << torch.arange(32)).sum(1).to(torch.int32))
         return lambda: None
 
-    monkeypatch.setattr(structured, "fill", every)
+    monkeypatch.setattr(masks, "fill", every)
     logits = torch.randn(4, 70)
     got = begin(logits, [None, 1, 3, 31])(logits)  # type: ignore[list-item]
     assert torch.equal(got[:2], logits[:2])
@@ -46,7 +47,8 @@ def many(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
     """Texts in four grammars, some of which think; a grammar is compiled for every two of them."""
     for name, value in {"THREADS": 3, "LANES": 3, "TEXTS": 2, "QUICK": math.inf}.items():
         monkeypatch.setattr(structured, name, value)
-    structured.threads.cache_clear()
+    monkeypatch.setattr(masks, "THREADS", 3)
+    masks.threads.cache_clear()
     grammars = Grammars(AutoTokenizer.from_pretrained(PICO), 4096, frozenset([0]))
     asked = [Structured(**kind) for kind in KINDS]
     asked += [Structured(**kind, think=(5, 6), thinking=True) for kind in KINDS]
@@ -62,7 +64,7 @@ def walk(matchers: list[Matcher], steps: int) -> Iterator[list[torch.Tensor]]:
         yield list(bits[: len(running)])
         for matcher, row in zip(list(running), bits, strict=False):
             if not matcher.error:
-                allowed = structured.unpacked(row[None])[0].nonzero().flatten()
+                allowed = masks.unpacked(row[None])[0].nonzero().flatten()
                 close = matcher.thinking and rng.random() < 0.3
                 matcher.take(6 if close else int(allowed[rng.randrange(len(allowed))]))
             if matcher.error or matcher.ended:
@@ -76,9 +78,9 @@ def test_masks_side_by_side_are_those_of_one_by_one(
     for matcher in many:
         matcher.found.last = 0.0
     alone = [matcher.copy() for matcher in many]
-    monkeypatch.setattr(structured, "MASK", math.inf)
+    monkeypatch.setattr(masks, "MASK", math.inf)
     found = [torch.stack(masks) for masks in walk(many, 40)]
-    monkeypatch.setattr(structured, "MASK", -1.0)
+    monkeypatch.setattr(masks, "MASK", -1.0)
     monkeypatch.setattr(structured, "SECONDS", math.inf)
     want = [torch.stack(masks) for masks in walk(alone, 40)]
     assert [m.error for m in many] == [m.error for m in alone]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.ready import after_ready
@@ -26,7 +25,7 @@ def steps(runner: ModelRunner, draw: random.Random, blocks: int) -> list[list[Sc
     for i in range(9):
         prompt = [draw.randrange(1, 4000) for _ in range(draw.choice((2, 17, 90, 150)))]
         params = SamplingParams(temperature=0)
-        seqs.append(Sequence(str(i), 0, prompt, params, Detokenizer(None, []), 999, frozenset()))
+        seqs.append(Sequence(str(i), 0, prompt, params, 999, frozenset()))
         need = -(-len(prompt) // runner.block_size)
         seqs[-1].blocks, free = free[:need], free[need:]
     at, out = [0] * len(seqs), []
