@@ -176,7 +176,7 @@ class AsyncEngine:
     # In the loop.
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        touched = {}
+        touched: dict[Stream, None] = {}
         for delta in deltas:
             stream = self.streams.get(delta.request)
             if stream is None:  # aborted by its caller
