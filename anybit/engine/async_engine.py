@@ -153,6 +153,7 @@ class AsyncEngine:
     def _commands(self) -> bool:
         """Do what callers have asked for, waiting if there is nothing else to do; False to stop."""
         while True:
+            self.engine.idle(lambda: not self._inbox.empty())
             try:
                 command = self._inbox.get(block=not self.engine.busy)
             except queue.Empty:
