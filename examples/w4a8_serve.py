@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import anybit
 from anybit.evaluate.corpus import calibration_text
-from anybit.serve.run import bind, run
-from anybit.serve.server import Settings
+from anybit.serve.run import FrontEnds, bind, run
+from anybit.serve.settings import Settings
 
 MODEL, OUT = "models/pico", "out/w4a8"
 PORT = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
@@ -22,6 +22,6 @@ anybit.quantize_(model, "liquid@int8", anybit.Smooth(calibration, then=anybit.GP
 anybit.save(model, OUT, overwrite=True)
 AutoTokenizer.from_pretrained(MODEL).save_pretrained(OUT)
 
-listener = bind("127.0.0.1", PORT)
-print(f"http://127.0.0.1:{PORT}", flush=True)
-run(anybit.LLM(OUT, kv_cache="int8"), Settings(("pico",)), listener)  # until Ctrl-C
+with FrontEnds(bind("127.0.0.1", PORT)) as front_ends:
+    print(f"http://127.0.0.1:{PORT}", flush=True)
+    run(anybit.LLM(OUT, kv_cache="int8"), Settings(("pico",)), front_ends)  # until Ctrl-C

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from anybit.core.format import FORMATS
 from anybit.engine.llm import LLM
 from anybit.evaluate.model import load_text_model
 from anybit.nn.model import quantized_layers
-from anybit.serve.server import Settings
+from anybit.serve.run import FrontEnds
+from anybit.serve.settings import Settings
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -137,9 +137,8 @@ def test_reinforce(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_w4a8_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[LLM, Settings, str]] = []
 
-    def serve(llm: LLM, settings: Settings, listener: socket.socket) -> None:
-        with listener:
-            served.append((llm, settings, listener.getsockname()[0]))
+    def serve(llm: LLM, settings: Settings, front_ends: FrontEnds) -> None:
+        served.append((llm, settings, front_ends.listener.getsockname()[0]))
 
     monkeypatch.setattr("anybit.serve.run.run", serve)
     run("w4a8_serve", monkeypatch, 0)

@@ -204,7 +204,7 @@ def test_what_is_quantized_computes_what_it_did(caplog):
     assert list(schemes(m)) == names
     assert m.anybit_formats == {"*": "fp6", "tiny": None}
     assert m.again is m.first
-    assert "1 layers stay dense, with fewer than 16 inputs or outputs: tiny" in caplog.text
+    assert "1 layers stay dense, of fewer than 16 inputs or outputs: tiny" in caplog.text
     assert "2 layers stay dense, which do more than to multiply: gate" in caplog.text
     x = torch.randn(2, 5, 64)
     quantized = m(x)

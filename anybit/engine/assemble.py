@@ -7,7 +7,7 @@ import torch
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import BEHIND, DraftModel
-from anybit.engine.engine import Decode, Engine
+from anybit.engine.engine import Engine
 from anybit.engine.experts import OneByOne
 from anybit.engine.generator import Generator
 from anybit.engine.graphs import prompt_sizes
@@ -67,16 +67,13 @@ def kv_format(loaded: Loaded, asked: str) -> KvFormat:
     return KV_FORMATS.get(asked) or plain(loaded.dtype)
 
 
-def assemble(
-    loaded: Loaded, small: Loaded | None, settings: Settings, decode: Decode | None
-) -> Engine:
+def assemble(loaded: Loaded, small: Loaded | None, settings: Settings) -> Engine:
     """The engine of a model.
 
     Args:
         loaded: The model.
         small: One that guesses for it, as `load_draft` gives it.
         settings: How it runs.
-        decode: Text of tokens; None without a tokenizer.
 
     Raises:
         InvalidInput: The KV cache has no room for two blocks, or for the states of one text.
@@ -118,7 +115,6 @@ def assemble(
         runner,
         scheduler,
         length,
-        decode,
         loaded.eos,
         vocabulary,
         Grammars(loaded.tokenizer, vocabulary, loaded.eos) if loaded.tokenizer else None,

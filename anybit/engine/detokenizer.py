@@ -4,11 +4,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
+from anybit.engine.plain import UNKNOWN, Plain
 from anybit.errors import InvalidInput
 
 Decode = Callable[[list[int]], str]
 
-UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character, or not yet
 CONTEXT = 4  # tokens that are decoded again with a new one, for the spaces and characters between
 BYTES = 4  # of a character
 LONGEST = 32  # tokens that are decoded again where no place to begin is found
@@ -17,12 +17,13 @@ LONGEST = 32  # tokens that are decoded again where no place to begin is found
 class Detokenizer:
     """The text of one growing list of tokens.
 
+    plain: texts of tokens that need no decoding behind whole characters, if there are any.
     held: the end of the text that is not shown yet, since it could begin a stop string.
     """
 
     def __init__(
         self, decode: Decode | None, prompt: Sequence[int], stop: Sequence[str] = (),
-        include_stop: bool = False,
+        include_stop: bool = False, plain: Plain | None = None,
     ):  # fmt: skip
         if stop and decode is None:
             raise InvalidInput(f"stop={list(stop)!r} needs a tokenizer, and this model has none")
@@ -33,6 +34,9 @@ class Detokenizer:
         self._prompt = decode(self._window) if decode else ""  # "" once the text has begun
         self._done = certain(self._prompt)  # the part of the window's text that was returned
         self._waited = 0  # tokens in a row with which the decoder has changed that part
+        self._plain = plain
+        self._whole = False  # whether all of the text is returned, up to a whole character
+        self._behind = False  # whether `_done` lacks tokens of the window
 
     def add(
         self, tokens: list[int], last: bool = False, stop: bool = True
@@ -61,6 +65,16 @@ class Detokenizer:
     def _decoded(self, tokens: list[int], last: bool) -> str:
         """The characters that tokens complete."""
         assert self.decode is not None
+        if self._whole and self._plain is not None:
+            texts = [self._plain[token] for token in tokens]
+            if None not in texts:
+                self._window += tokens
+                self._behind = True
+                if len(self._window) > LONGEST:
+                    del self._window[: -2 * CONTEXT]
+                return "".join(texts)  # type: ignore[arg-type]
+        if self._behind:
+            self._done, self._behind = self.decode(self._window), False
         self._window += tokens
         decoded = self.decode(self._window)
         now = decoded if last else certain(decoded)
@@ -75,6 +89,8 @@ class Detokenizer:
         new = now[len(self._done) :]
         if new:
             self._done, self._prompt = now, ""
+        begun = not self._prompt and decoded[-1:] not in ("", UNKNOWN)
+        self._whole = begun and not self._waited and self._done == decoded
         if len(self._window) > 2 * CONTEXT:
             self._shorten(decoded)
         return new

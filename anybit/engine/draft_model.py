@@ -166,7 +166,7 @@ class DraftModel:
             # Prefixes are those of texts whose skipped tokens are the same, too.
             first = " ".join(map(str, seq.tokens[: self.skips]))
             params = SamplingParams(adapter=f"{seq.params.adapter or ''} {first}".strip() or None)
-            text = Sequence(seq.request, seq.index, tokens, params, seq.detokenizer, seq.limit)
+            text = Sequence(seq.request, seq.index, tokens, params, seq.limit)
             self.texts[seq] = text
             self.blocks.match(text)
             return text

@@ -6,46 +6,18 @@ import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.model_runner import Flight, Runner
+from anybit.engine.output import Delta
 from anybit.engine.prompts import prompt_results
 from anybit.engine.sampler import INVALID, Row, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
 from anybit.engine.speculation import Speculation
-from anybit.engine.structured import Grammars
+from anybit.engine.structured import Grammars, Matcher, Tried
 from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 log = logging.getLogger("anybit.engine")
-
-Decode = Callable[..., str]  # of tokens, and `shown`, the special ones among them to show
-
-
-@dataclass  # not frozen, which would take three times as long to make
-class Delta:
-    """What a step has added to one text; the last one of a text has a `finish`.
-
-    text: may lag behind the tokens, and never holds a part of a stop string. finish: "stop",
-    "length", "abort" or "error"; stop_reason: the stop string or token. The first one of a text
-    has what was asked about the prompt: prompt_logprobs, with None for the first token, and the
-    embedding (hidden,).
-    """
-
-    request: str
-    index: int
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish: str | None = None
-    stop_reason: str | int | None = None
-    error: str = ""
-    cached: int = 0  # prompt tokens that the prefix cache had
-    accepted: int = 0  # of the text's tokens so far, those that were drafted
-    rejected: int = 0  # drafted tokens that it has not taken
-    prompt_logprobs: list[Logprob | None] | None = None
-    embedding: list[float] | None = None
 
 
 @dataclass
@@ -78,23 +50,23 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls all methods."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, length: int, decode: Decode | None,
-        eos: frozenset[int], vocabulary: int, grammars: Grammars | None = None,
-        speculation: Speculation | None = None,
+        self, runner: Runner, scheduler: Scheduler, length: int, eos: frozenset[int],
+        vocabulary: int, grammars: Grammars | None = None, speculation: Speculation | None = None,
     ):  # fmt: skip
         self.runner, self.scheduler, self.length = runner, scheduler, length
-        self.decode, self.eos, self.vocabulary = decode, eos, vocabulary
+        self.eos, self.vocabulary = eos, vocabulary
         self.grammars, self.speculation = grammars, speculation
         self.adapters: Collection[str] = ()  # names of those that requests may ask for
         self.requests: dict[str, list[Sequence]] = {}  # their texts that have not ended
-        # Output tokens that were sampled and are not yet text, by number, and whether they were
+        # Output tokens that were sampled and are not yet told, by number, and whether they were
         # drafted; None: only a prompt.
         self.unread: list[tuple[Sequence, int | None, Logprob | None, bool]] = []
         self.flight: Flight | None = None  # the next step, if it was started ahead
         self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
-        self.served = False  # by an AsyncEngine, whose thread is then the one
+        self.served = False  # by a server, whose thread is then the one
         self.prepare: Callable[[], None] | None = None  # what is still to be done before it serves
+        self.spare: Callable[[Callable[[], bool]], bool] | None = None  # see `idle`
         self.ready_at = (0, 0)  # kernels and graphs there were when it was ready
 
     def prepared(self) -> None:
@@ -103,8 +75,30 @@ class Engine:
             self.prepare()
             self.prepare = None
 
-    def check(self, prompt: Items[int], params: SamplingParams) -> None:
-        """ValueError when a prompt or its parameters cannot be served."""
+    def idle(self, wanted: Callable[[], bool]) -> None:
+        """Do what makes later steps faster while there are no requests, until `wanted` says so."""
+        if self.spare is not None and not self.busy and self.spare(wanted):
+            self.spare = None
+
+    def matchers(self, params: SamplingParams, tried: Tried | None = None) -> tuple[Matcher, ...]:
+        """A matcher for each text of a request, compiled; any thread may ask. () without a grammar.
+
+        tried: what another process says of the grammar.
+
+        Raises:
+            InvalidInput: The grammar is not taken.
+        """
+        if params.structured is None:
+            return ()
+        if self.grammars is None:
+            raise InvalidInput("structured output needs a tokenizer, and the model has none")
+        grammars, structured = self.grammars, params.structured
+        return tuple(grammars.matcher(structured, tried) for _ in range(params.n))
+
+    def check(
+        self, prompt: Items[int], params: SamplingParams, matchers: Items[Matcher] = ()
+    ) -> None:
+        """ValueError when a prompt or its parameters cannot be served. matchers: see `add`."""
         if not prompt:
             raise InvalidInput("the prompt is empty; it needs at least one token")
         more = 0 if params.max_tokens == 0 else 1
@@ -114,19 +108,18 @@ class Engine:
                 f"fit into {self.length}"
             )
         marks = (params.structured and params.structured.think) or ()
-        tokens = itertools.chain(prompt, params.stop_token_ids, params.logit_bias, marks)
-        wrong = next((t for t in tokens if not 0 <= t < self.vocabulary), None)
-        if wrong is not None:
+        for tokens in (prompt, params.stop_token_ids, params.logit_bias, marks):
+            if not tokens or (min(tokens) >= 0 and max(tokens) < self.vocabulary):
+                continue
+            wrong = next(t for t in tokens if not 0 <= t < self.vocabulary)
             raise InvalidInput(f"token {wrong} is not in the vocabulary of {self.vocabulary}")
         if params.adapter is not None and params.adapter not in self.adapters:
             known = ", ".join(map(repr, self.adapters)) or "none"
             raise InvalidInput(f"there is no adapter {params.adapter!r}; there are: {known}")
-        if params.stop and self.decode is None:
+        if params.stop and self.grammars is None:
             raise InvalidInput("stop strings need a tokenizer, and the model has none")
-        if params.structured is not None:
-            if self.grammars is None:
-                raise InvalidInput("structured output needs a tokenizer, and the model has none")
-            self.grammars.matcher(params.structured)  # compiled and kept
+        if params.structured is not None and not matchers:
+            self.matchers(replace(params, n=1))  # compiled and kept
         if params.reads_prompt and not self.runner.reads_prompts:
             raise Unsupported(
                 "log probabilities of prompts and embeddings need a model that the engine runs "
@@ -139,23 +132,23 @@ class Engine:
         prompt: Items[int],
         params: SamplingParams,
         arrival: float | None = None,
+        matchers: Items[Matcher] = (),
     ) -> None:
         """Queue a request under a name of its own; ValueError if it cannot be served.
 
-        arrival: when it came, by `time.monotonic`, if that was not now.
+        arrival: when it came, by `time.monotonic`, if that was not now. matchers: one for each
+        text, where they were made beforehand, because that may take long.
         """
-        self.check(prompt, params)
+        matchers = matchers or self.matchers(params)
+        self.check(prompt, params, matchers)
         if request in self.requests:
             raise InvalidInput(f"request {request!r} is running already")
         new = self.length if params.max_tokens is None else params.max_tokens
         limit = min(len(prompt) + new, self.length)
-        decode = None if self.decode is None else partial(self.decode, shown=params.shown)
         seqs = []
         for index in range(params.n):
-            text = Detokenizer(decode, prompt, params.stop, params.include_stop_str_in_output)
-            seq = Sequence(request, index, list(prompt), params, text, limit, self.eos)
-            if params.structured is not None and self.grammars is not None:
-                seq.matcher = self.grammars.matcher(params.structured)
+            seq = Sequence(request, index, list(prompt), params, limit, self.eos)
+            seq.matcher = matchers[index] if matchers else None
             seq.arrival = seq.arrival if arrival is None else arrival
             seqs.append(seq)
         self.requests[request] = seqs
@@ -168,6 +161,13 @@ class Engine:
         # One whose last token is sampled but not read has left the scheduler already.
         return [self._end(seq, "abort", running=not seq.finish) for seq in seqs]
 
+    def end(self, request: str, index: int, reason: str) -> None:
+        """End a text whose reader has found its end; nothing happens if it has ended already."""
+        for seq in self.requests.get(request, ()):
+            if seq.index == index:
+                self._end(seq, reason, running=not seq.finish)
+                return
+
     @property
     def busy(self) -> bool:
         scheduler = self.scheduler
@@ -177,7 +177,7 @@ class Engine:
         """Run one step. If it fails, its sequences run one by one; those that fail end in "error".
 
         On a GPU the host keeps ahead: where that is possible, the next step is started before this
-        one's tokens are known, and the texts of the step before are read while both run. Where
+        one's tokens are known, and those of the step before are told while both run. Where
         there are grammars, these follow the tokens while the model runs, before it is sampled.
         """
         flight, self.flight = self.flight, None
@@ -308,37 +308,28 @@ class Engine:
         return []
 
     def _read(self) -> list[Delta]:
-        """Turn tokens into text, and look for stop strings in it."""
+        """Tell the tokens that were sampled."""
         unread, self.unread, out = self.unread, [], []
         for seq, at, logprob, drafted in unread:
             if seq not in self._texts(seq):
                 continue
-            running = not seq.finish
             seq.accepted += drafted
-            token = None if at is None else seq.tokens[len(seq.prompt) + at]
-            try:
-                text, stopped = ("", False) if at is None else seq.read(at)
-            except Exception as error:  # a tokenizer's decoder may fail on a token
-                log.exception("request %s: cannot decode token %s", seq.request, token)
-                out.append(
-                    self._end(seq, "error", f"cannot decode token {token}: {error}", running)
-                )
-                continue
             delta = Delta(
                 seq.request,
                 seq.index,
-                text,
-                [] if token is None else [token],
-                [logprob] if logprob else [],
+                tokens=[] if at is None else [seq.tokens[len(seq.prompt) + at]],
+                logprobs=[logprob] if logprob else [],
                 cached=seq.cached,
                 accepted=seq.accepted,
                 rejected=seq.rejected,
             )
             if seq.params.reads_prompt and not seq.told:
-                delta, seq.told = replace(delta, **prompt_results(seq)), True
-            if seq.finish and (stopped or at is None or at == seq.generated - 1):
-                end = self._end(seq, seq.finish, running=running and stopped)
-                delta = replace(delta, finish=end.finish, stop_reason=end.stop_reason)
+                delta.prompt_logprobs, delta.embedding = prompt_results(seq)
+                seq.told = True
+            if seq.finish and (at is None or at == seq.generated - 1):
+                self._end(seq, seq.finish, running=False)
+                delta.finish, delta.stop_reason = seq.finish, seq.stop_reason
+                delta.silent = seq.silent
             out.append(delta)
         return out
 

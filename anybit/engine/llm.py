@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from numbers import Number
 from pathlib import Path
@@ -15,18 +14,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from anybit.engine.assemble import Settings, assemble, kv_format
 from anybit.engine.checks import integer, wrong
 from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
-from anybit.engine.engine import Delta
+from anybit.engine.language import Language
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
+from anybit.engine.output import Completion, Output
 from anybit.engine.ready import make_ready
 from anybit.engine.reload import again
-from anybit.engine.sequence import Logprob, SamplingParams
-from anybit.errors import AnybitError, InvalidInput, Unsupported, check_text, in_a_line
+from anybit.engine.sequence import SamplingParams
+from anybit.engine.transcript import Transcripts
+from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
 from anybit.files.hub import located
 from anybit.kernels.archive import unpack
 from anybit.kernels.kv.cache import LayerCache
@@ -41,54 +41,7 @@ Messages = Items[Mapping[str, Any]]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass
-class Completion:
-    """One output of a request. finish: "stop", "length", "abort" or "error".
-
-    accepted: tokens that were drafted; rejected: drafted ones that were not taken.
-    """
-
-    index: int = 0
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] | None = None
-    prompt_logprobs: list[Logprob | None] | None = None
-    embedding: list[float] | None = None
-    finish: str | None = None
-    stop_reason: str | int | None = None
-    error: str = ""
-    accepted: int = 0
-    rejected: int = 0
-
-    def add(self, delta: Delta) -> None:
-        self.text += delta.text
-        self.tokens += delta.tokens
-        if delta.logprobs:
-            self.logprobs = self.logprobs or []  # a list of its own
-            self.logprobs += delta.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-        self.embedding = self.embedding or delta.embedding
-        self.finish, self.stop_reason, self.error = delta.finish, delta.stop_reason, delta.error
-        self.accepted, self.rejected = delta.accepted, delta.rejected
-
-
-@dataclass
-class Output:
-    """What `generate` gives for a prompt: its token ids, also if it was text, and n completions."""
-
-    prompt: list[int]
-    completions: list[Completion]
-
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.completions[0].tokens
-
-
-class LLM:
+class LLM(Language):
     """A language model with a paged KV cache and continuous batching.
 
     A model that the engine does not know runs as transformers has it, on the same cache if
@@ -124,8 +77,8 @@ class LLM:
     max_itl: milliseconds that a step with a prompt may take while other sequences run, which bounds
         the time between their tokens. "auto": 20 on a GPU, and on a CPU 1.5 times what a step
         without prompts takes. On a GPU all kernels are compiled and all graphs captured before
-        anything is asked, which takes seconds; on a CPU steps are recorded and bounded once a
-        server runs. With None nothing is bounded, and all of that happens at first use.
+        anything is asked, which takes seconds; on a CPU a server records steps as they come and
+        between requests. With None nothing is bounded, and all of that happens at first use.
     kernels: a file of `anybit build --pack`, whose kernels are then not compiled here. It is code
         that the process runs: only take one that you trust.
 
@@ -186,13 +139,13 @@ class LLM:
             kv, kv_bytes, max_running, max_tokens, block_size, prefix_caching, deterministic,
             draft, draft_tokens, exact_answers,
         )  # fmt: skip
-        self.tokenizer, self.config, self.dtype = loaded.tokenizer, loaded.config, loaded.dtype
+        super().__init__(loaded.tokenizer)
+        self.config, self.dtype = loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         self.plan, self.keep = loaded.plan, keep
         self.draft_plan = small.plan if small is not None and draft == "auto" else None
         self.kv_cache = kv.name
-        self.special, self._decode = special_tokens(self.tokenizer), decoder(self.tokenizer)
-        self.engine = assemble(loaded, small, settings, self.decode if self.tokenizer else None)
+        self.engine = assemble(loaded, small, settings)
         self.engine.adapters = tuple(beside)
         if max_itl is not None:
             limit = None if max_itl == "auto" else max_itl / 1e3
@@ -257,44 +210,6 @@ class LLM:
         if self.engine.speculation is not None:
             self.engine.speculation.renew()
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Tokens of a text, with the special ones that the tokenizer puts around a prompt."""
-        if self.tokenizer is None:
-            raise InvalidInput("the model directory has no tokenizer; pass prompts as token ids")
-        check_text(text)
-        return self.tokenizer.encode(text, add_special_tokens=special)
-
-    def encode_chat(self, messages: list[dict[str, Any]], **variables: Any) -> list[int]:
-        """Tokens of a conversation [{"role", "content"}], see `chat_text`."""
-        text = self.chat_text(messages, **variables)
-        return self.encode(text, special=not self.has_template)
-
-    def chat_text(
-        self, messages: list[dict[str, Any]], answer: bool = True, **variables: Any
-    ) -> str:
-        """A conversation [{"role", "content"}] by the tokenizer's chat template.
-
-        answer: whether the assistant is to speak next. variables: what else the template reads,
-        such as tools. A base model has no template: it gets the contents, one below the other, and
-        continues the last.
-        """
-        if not self.has_template:
-            return "\n".join(message["content"] for message in messages)
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answer, **variables
-        )
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer says how a conversation is written."""
-        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
-
-    def decode(self, tokens: list[int], shown: Items[int] = ()) -> str:
-        """Text of tokens, without special ones other than those shown."""
-        if shown:
-            tokens = [t for t in tokens if t not in self.special or t in shown]
-        return self._decode(tokens, skip_special_tokens=not shown)
-
     def embed(self, prompts: Prompt | Items[Prompt]) -> list[list[float]]:
         """A vector (hidden,) of length 1 for each prompt: the mean of its last hidden states."""
         params = SamplingParams(max_tokens=0, embed=True)
@@ -348,8 +263,8 @@ class LLM:
             InvalidInput: A prompt does not fit, or there are not as many params as prompts. Then
                 nothing has run, as with the others.
             InvalidType: Something is no prompt, or no SamplingParams.
-            Unsupported: It was called from within itself, in a forked process, or while an
-                AsyncEngine runs its engine.
+            Unsupported: It was called from within itself, in a forked process, or while a
+                server runs its engine.
         """
         given = listed(prompts)
         each = listed_params(SamplingParams() if params is None else params)
@@ -361,6 +276,10 @@ class LLM:
             ids = [self.encode(p) if isinstance(p, str) else p for p in given]
             return self._generate(ids, each, show_progress)
 
+    def transcripts(self) -> Transcripts:
+        """What turns the engine's tokens into texts, and ends these at stop strings."""
+        return Transcripts(self, self.engine.end)
+
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Wait until no other thread uses the engine; Unsupported where that would be for ever."""
@@ -371,10 +290,7 @@ class LLM:
             )
         with self._lock:
             if self.engine.served:
-                raise Unsupported(
-                    "an AsyncEngine, such as a server's, runs this LLM's engine; ask that, or stop "
-                    "it first"
-                )
+                raise Unsupported("a server runs this LLM's engine; ask that, or stop it first")
             if self._working:
                 raise Unsupported(
                     "this LLM is at work already, and what calls it again is a callback of that; "
@@ -392,14 +308,16 @@ class LLM:
         for prompt, p in zip(prompts, params, strict=True):
             self.engine.check(prompt, p)
         out: dict[str, Output] = {}
+        texts = self.transcripts()
         try:
             for prompt, p in zip(prompts, params, strict=True):
                 name = f"generate-{next(self._names)}"
                 out[name] = Output(prompt, [Completion(i) for i in range(p.n)])
+                texts.add(name, prompt, p)
                 self.engine.add(name, prompt, p)
             with progress("generating", sum(p.n for p in params), show) as step:
                 while self.engine.busy:
-                    for delta in self.engine.step():
+                    for delta in texts.read(self.engine.step()):
                         out[delta.request].completions[delta.index].add(delta)
                         if delta.finish:
                             step(1)
@@ -420,31 +338,6 @@ def checked(
         what = "deterministic=True" if deterministic else "a model that is loaded already"
         raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
     return {name: located(adapter) for name, adapter in beside.items()}
-
-
-def decoder(tokenizer: Any) -> Any:
-    """What turns a list of tokens into text; None without a tokenizer.
-
-    transformers' own `decode` first looks whether any of them is a tensor, which takes longer than
-    the rest.
-    """
-    if tokenizer is None:
-        return None
-    own = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
-    if own and getattr(tokenizer, "is_fast", False):
-        from transformers import PreTrainedTokenizerFast
-
-        if type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-            return tokenizer.backend_tokenizer.decode
-    return partial(
-        tokenizer._decode if own else tokenizer.decode, clean_up_tokenization_spaces=False
-    )
-
-
-def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Tokens that are no text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(token for token, entry in added.items() if entry.special)
 
 
 def listed(prompts: Any) -> list[str | list[int]]:

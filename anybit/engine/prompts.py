@@ -1,7 +1,5 @@
 """What requests ask about their prompts: log probabilities of its tokens, and an embedding."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,12 +43,10 @@ def scored(logits: Tensor, tokens: list[int], count: int) -> list[Logprob]:
     ]
 
 
-def prompt_results(seq: Sequence) -> dict[str, Any]:
-    """What a sequence has noted, as fields of a `Delta`."""
-    out: dict[str, Any] = {}
-    if seq.params.prompt_logprobs is not None:
-        out["prompt_logprobs"] = seq.prompt_logprobs
-    if seq.pooled:
-        mean = torch.stack([*seq.pooled.values()]).sum(0) / len(seq.prompt)
-        out["embedding"] = torch.nn.functional.normalize(mean, dim=0).tolist()
-    return out
+def prompt_results(seq: Sequence) -> tuple[list[Logprob | None] | None, list[float] | None]:
+    """What a sequence has noted of its prompt: log probabilities, and an embedding (hidden,)."""
+    scores = None if seq.params.prompt_logprobs is None else seq.prompt_logprobs
+    if not seq.pooled:
+        return scores, None
+    mean = torch.stack([*seq.pooled.values()]).sum(0) / len(seq.prompt)
+    return scores, torch.nn.functional.normalize(mean, dim=0).tolist()

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit.engine.masks import begin
 from anybit.engine.penalties import penalize
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Logprob, SamplingParams, Sequence
-from anybit.engine.structured import Matcher, begin
+from anybit.engine.structured import Matcher
 from anybit.kernels.between import of
 from anybit.kernels.races import race
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from anybit.engine.detokenizer import Detokenizer
     from anybit.engine.penalties import Table, Tally
     from anybit.engine.structured import Matcher
 
@@ -113,7 +112,6 @@ class Sequence:
     index: int  # which of the request's n texts
     prompt: list[int]
     params: SamplingParams
-    detokenizer: "Detokenizer"
     limit: int  # tokens in all, prompt included
     eos: frozenset[int] = frozenset()
     matcher: "Matcher | None" = None  # where the text stands in its grammar
@@ -191,15 +189,3 @@ class Sequence:
             self.silent = True
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
-
-    def read(self, at: int) -> tuple[str, bool]:
-        """What output token `at` adds to the text that is shown; whether a stop string ends it."""
-        last = self.finish is not None and at == self.generated - 1
-        text, found = self.detokenizer.add(
-            [] if last and self.silent else [self.tokens[len(self.prompt) + at]],
-            last=last,
-            stop=at + 1 >= self.params.min_tokens,
-        )
-        if found:
-            self.finish, self.stop_reason = "stop", found
-        return text, found is not None

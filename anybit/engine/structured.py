@@ -1,15 +1,13 @@
 """Texts that must follow a JSON schema, a regular expression, a choice or a grammar.
 
 llguidance parses the tokens so far and says which tokens may come next; the sampler gives the
-others no probability.
+others no probability (`anybit.engine.masks`).
 """
 
 import copy
 import hashlib
-import itertools
 import json
 import math
-import os
 import re
 import secrets
 import threading
@@ -17,30 +15,29 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
-
-import torch
-from torch import Tensor
 
 from anybit.engine.schemas import json_rule, lark
 from anybit.engine.trial import ROOMY_STACK, Trial, compiled, on_stack, reason, tokenizer
 from anybit.errors import InvalidInput, InvalidType, Unsupported, check_text
 from anybit.kernels.processes import cores
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
-# Others wait while a mask is computed: after some seconds, a grammar's may take so long each.
+# Others wait while masks are computed. One may take so long, and all that take longer together only
+# some seconds more than that in each step.
 SECONDS, MASK = 1.0, 5e-3
 # Texts that copy a compiled grammar share its lock. So one that takes no more seconds to compile is
 # compiled again for every few, up to twice for each thread that computes masks.
 QUICK, TEXTS, THREADS = 0.01, 4, min(16, cores())
 LANES = 2 * THREADS
-TURNS = itertools.count()
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 ADVICE = {  # what users can do about errors that name llguidance's own options
     "oneOf constraints are not supported": (
@@ -120,21 +117,30 @@ class Lane:
     texts: "WeakSet[Matcher]" = field(default_factory=WeakSet)
 
 
-@dataclass
-class Compiled:
-    """A grammar that was tried. error: why it is refused, or "". size: bytes a lane takes, about.
+@dataclass(frozen=True)
+class Tried:
+    """A grammar that a child has tried: its kind (lark or regex), text, and size in bytes."""
 
-    again: compiles it for another lane; None if that takes long. masks: that were timed, and have
-    taken `seconds` of processor time, the last one `last`.
+    kind: str
+    text: str
+    size: int
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A grammar that was tried. error: why it is refused, or "".
+
+    tried: what may be compiled, if it may be. again: compiles it for another lane; None if that
+    takes long. last: seconds of processor time that the last mask took that was timed. debts: of it
+    and of all others, in seconds that masks have taken beyond their part of their steps.
     """
 
     error: str
-    size: int
+    tried: Tried
     lanes: list[Lane] = field(default_factory=list)
     again: Callable[[], tuple[Any, float]] | None = None
-    masks: int = 0
-    seconds: float = 0.0
     last: float = math.inf
+    debts: "WeakKeyDictionary[Compiled, float]" = field(default_factory=WeakKeyDictionary)
 
     def lane(self) -> Lane:
         """The one for a new text."""
@@ -144,18 +150,48 @@ class Compiled:
             self.lanes.append(lane)
         return lane
 
-    def computed(self, seconds: float) -> None:
-        """Note the time of a mask; refuse the grammar from now on if they take too long."""
-        self.masks, self.seconds, self.last = self.masks + 1, self.seconds + seconds, seconds
-        if self.seconds > SECONDS and self.seconds > MASK * self.masks and not self.error:
-            each = self.seconds / self.masks * 1e3
-            self.error = f"a token of it takes {each:.0f} ms; make it less ambiguous"
+    def computed(self, seconds: float, share: float = 1.0) -> None:
+        """Note the time of a mask, which has this share of its step's.
+
+        Once all grammars together owe too much, each that owes as much as they do on average is
+        refused. Quick masks pay back. A first one owes nothing: it makes what the next find made.
+        """
+        first, self.last = self.last == math.inf, seconds
+        owed = seconds - (MASK * share if seconds > MASK else MASK)
+        debt = 0.0 if first else max(self.debts.get(self, 0.0) + owed, 0.0)
+        self.debts.pop(self, None)
+        if not debt:
+            return
+        all_debts = [debt, *self.debts.values()]
+        if sum(all_debts) > SECONDS and debt * len(all_debts) >= sum(all_debts):
+            self.error = f"a token of it takes {seconds * 1e3:.0f} ms; make it less ambiguous"
+        else:
+            self.debts[self] = debt
+
+
+def digest(kind: str, text: str) -> bytes:
+    """What a grammar is kept by."""
+    return hashlib.sha256(f"{kind} {text}".encode()).digest()
 
 
 def timed(tokens: Any, kind: str, text: str) -> tuple[Any, float]:
     """A grammar, compiled, and the processor time that this has taken."""
     begun = time.thread_time()
     return compiled(tokens, kind, text), time.thread_time() - begun
+
+
+def by_number(tokenizer: Any) -> dict[str, int]:
+    """Texts and numbers of the tokens that a grammar names by number, and never by their text.
+
+    Those are special tokens, and for llguidance also added ones of the form `<...>`, whether they
+    are special or not: Qwen's `<tool_call>` is not.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {
+        entry.content: token
+        for token, entry in added.items()
+        if entry.special or (entry.content.startswith("<") and entry.content.endswith(">"))
+    }
 
 
 class Grammars:
@@ -166,57 +202,85 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: frozenset[int]):
         self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {entry.content: i for i, entry in added.items() if entry.special}
+        self.special = by_number(tokenizer)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # by a digest of the text
         # What requests hold, so that the engine, too, finds it, however many there are.
         self._found: WeakKeyDictionary[Structured, Compiled] = WeakKeyDictionary()
+        self._debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
         self._trial: Trial | None = None
         self._tokens: Any = None
 
-    def matcher(self, structured: Structured) -> "Matcher":
-        """A matcher at the beginning of a text.
+    def matcher(self, structured: Structured, tried: Tried | None = None) -> "Matcher":
+        """A matcher at the beginning of a text. tried: what another process says of it.
 
         Raises:
             InvalidInput: llguidance does not take the grammar, or does not survive it.
         """
-        with self._lock:
-            found = self._found.get(structured)
-        if found is None:
-            found = self._compile(*structured.source(self.special))
-        if found.error:
-            advice = "; ".join(say for sign, say in ADVICE.items() if sign in found.error)
-            raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
-        with self._lock:
-            self._found[structured] = found
+        found = self._of(structured, tried)
+        if not found.lanes and not found.error:
+            self._compile(found)
+        check(found)
         return Matcher(found, structured, partial(self._forget, found))
 
-    def _compile(self, kind: str, text: str) -> Compiled:
-        key = hashlib.sha256(f"{kind} {text}".encode()).digest()
+    def tried(self, structured: Structured) -> Tried:
+        """What to compile a grammar from, elsewhere, once a child of this process has survived it.
+
+        Raises:
+            InvalidInput: As of `matcher`.
+        """
+        found = self._of(structured)
+        check(found)
+        return found.tried
+
+    def _of(self, structured: Structured, tried: Tried | None = None) -> Compiled:
+        """What is known of a grammar; it is tried if that is nothing."""
         with self._lock:
-            trial, tokens = self._ready()
-            found = self._compiled.get(key)
-        if found is None:  # tried without the lock, for which the engine may wait
-            answer = trial.judge(kind, text)
-            found = Compiled(answer["error"], answer["size"])
-            if not found.error:
-                if kind == "gbnf":
-                    kind, text = "lark", answer["lark"]
-                again = partial(on_stack, ROOMY_STACK, timed, tokens, kind, text)
-                grammar, seconds = again()
-                found.again = again if seconds < QUICK else None
-                found.lanes.append(Lane(grammar))
-                found.error = reason(grammar) if grammar.is_error() else ""
+            found = self._found.get(structured)
+        if found is None and tried is not None:
+            found = self._kept(tried.kind, tried.text) or Compiled("", tried, debts=self._debts)
+            self._keep(tried.kind, tried.text, found)
+        elif found is None:
+            kind, text = structured.source(self.special)
+            found = self._kept(kind, text) or self._try(kind, text)
+            self._keep(kind, text, found)
+        if not found.error:
+            with self._lock:
+                self._found[structured] = found
+        return found
+
+    def _try(self, kind: str, text: str) -> Compiled:
         with self._lock:
-            kept = self._compiled
+            trial, _ = self._ready()
+        answer = trial.judge(kind, text)  # without the lock, for which the engine may wait
+        if kind == "gbnf" and not answer["error"]:
+            kind, text = "lark", answer["lark"]
+        return Compiled(answer["error"], Tried(kind, text, answer["size"]), debts=self._debts)
+
+    def _compile(self, found: Compiled) -> None:
+        with self._lock:
+            _, tokens = self._ready()
+        tried = found.tried
+        again = partial(on_stack, ROOMY_STACK, timed, tokens, tried.kind, tried.text)
+        grammar, seconds = again()
+        found.again = again if seconds < QUICK else None
+        found.error = reason(grammar) if grammar.is_error() else ""
+        found.lanes.append(Lane(grammar))
+
+    def _kept(self, kind: str, text: str) -> Compiled | None:
+        with self._lock:
+            return self._compiled.get(digest(kind, text))
+
+    def _keep(self, kind: str, text: str, found: Compiled) -> None:
+        with self._lock:
+            kept, key = self._compiled, digest(kind, text)
             kept[key] = found
             kept.move_to_end(key)
             while len(kept) > 1 and (
-                len(kept) > KEPT or sum(e.size * len(e.lanes) for e in kept.values()) > BYTES
+                len(kept) > KEPT
+                or sum(e.tried.size * max(len(e.lanes), 1) for e in kept.values()) > BYTES
             ):
                 kept.popitem(last=False)
-        return found
 
     def _forget(self, found: Compiled) -> None:
         """Compile it anew for the next request: all copies share tables, which may be full."""
@@ -255,6 +319,13 @@ class Grammars:
         return self._trial, self._tokens
 
 
+def check(found: Compiled) -> None:
+    """InvalidInput for a grammar that is refused."""
+    if found.error:
+        advice = "; ".join(say for sign, say in ADVICE.items() if sign in found.error)
+        raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
+
+
 class Matcher:
     """Where a text stands in its grammar. ended: nothing may follow. error: why it cannot go on.
 
@@ -269,14 +340,17 @@ class Matcher:
         self.fresh, self.thinking = structured.think is not None, structured.thinking
         self.ended, self.error = False, ""
 
-    def fill(self, bits: Tensor) -> None:
-        """Set the bits (words,) int32 of the tokens that may come next, and clear the others."""
+    def fill(self, bits: "Tensor", share: float = 1.0) -> None:
+        """Set the bits (words,) int32 of the tokens that may come next, and clear the others.
+
+        share: the part of a step's time for masks that this one may take.
+        """
         if not self.found.error:
             begun, size = time.thread_time(), bits.numel() * bits.element_size()
             self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), size)
-            self.found.computed(time.thread_time() - begun)
+            self.found.computed(time.thread_time() - begun, share)
 
-    def filled(self, bits: Tensor) -> None:
+    def filled(self, bits: "Tensor") -> None:
         """Look for errors, and allow thoughts to begin."""
         self._check()
         if self.fresh:
@@ -313,81 +387,3 @@ class Matcher:
         elif self.grammar.is_error():
             self.error = f"{STUCK}: {reason(self.grammar)}; make it simpler"
             self.failed()
-
-
-def begin(logits: Tensor, matchers: list[Matcher | None]) -> Callable[[Tensor], Tensor]:
-    """Start to compute the masks of rows of logits (B, V) that have a matcher.
-
-    Returns a function of logits on the same device that waits for them, and gives -inf to tokens
-    that a row's matcher does not allow. Until then no token may be taken.
-    """
-    rows = [i for i, matcher in enumerate(matchers) if matcher is not None]
-    if not rows:
-        return lambda logits: logits
-    # Of other memory, a copy of this size waits for the model's step.
-    words = -(-logits.shape[1] // 32)
-    bits = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=logits.is_cuda)
-    filled = fill([matcher for matcher in matchers if matcher is not None], bits)
-
-    def constrain(logits: Tensor) -> Tensor:
-        filled()
-        allowed = unpacked(bits.to(logits.device, non_blocking=True))[:, : logits.shape[1]].bool()
-        index = torch.tensor(rows).to(logits.device, non_blocking=True)
-        masked = logits[index].masked_fill(~allowed, float("-inf"))
-        return logits.index_copy(0, index, masked)
-
-    return constrain
-
-
-def unpacked(bits: Tensor) -> Tensor:
-    """The bits (B, 32 * words) of words (B, words)."""
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    return (bits[:, :, None] >> shifts).bitwise_and_(1).flatten(1)
-
-
-def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], None]:
-    """Start to set the bits (B, words) int32 of tokens that may come next, and to clear the others.
-
-    Returns a function that waits for that. Masks are computed side by side, which leaves open how
-    long each has taken. So one in turn is computed by itself, and all of a grammar of which no mask
-    is known, or whose last one took long.
-    """
-    turn = next(TURNS) % len(matchers)
-    alone: list[int] = []
-    together: list[tuple[int, int]] = []  # sorted, so that threads begin with lanes of their own
-    for at, matcher in enumerate(matchers):
-        if matcher.thinking:
-            bits[at].fill_(-1)
-        elif at == turn or matcher.found.last > MASK:
-            alone.append(at)
-        elif not matcher.found.error:
-            together.append((id(matcher.lane), at))
-    jobs = [(matchers[at].grammar, at) for _, at in sorted(together)]
-    words, started = bits.shape[1] * bits.element_size(), threading.Event()
-    thread, executor = threads(os.getpid())
-
-    def work() -> None:
-        started.set()
-        if jobs:
-            executor.unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
-        for at in alone:
-            matchers[at].fill(bits[at])
-
-    job = thread.submit(work)  # also what has failed is done before the next
-    started.wait()  # Python's lock is free only when the masks are on their way
-
-    def wait() -> None:
-        job.result()
-        for at, matcher in enumerate(matchers):
-            if not matcher.thinking:
-                matcher.filled(bits[at])
-
-    return wait
-
-
-@cache
-def threads(process: int) -> tuple[ThreadPoolExecutor, Any]:
-    """A thread that waits for masks, and those that compute them, which no fork has."""
-    from llguidance import LLExecutor
-
-    return ThreadPoolExecutor(1, "anybit-masks"), LLExecutor(THREADS)

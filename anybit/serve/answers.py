@@ -4,17 +4,17 @@ import codecs
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from anybit.engine.async_engine import Stream
-from anybit.engine.engine import Delta
-from anybit.engine.llm import Completion
+from anybit.engine.output import Completion, Delta
 from anybit.engine.sequence import Logprob
 from anybit.engine.structured import STUCK
+from anybit.serve.events import Events, dumps, event
 from anybit.serve.mistakes import error
 from anybit.serve.reading import Piece, Plain, Reader, call_id
+from anybit.serve.streams import Stream
 from anybit.serve.texts import Words
 
 
@@ -128,28 +128,27 @@ class Answer:
             Text(Completion(i), asked.readers()) for i in range(count * len(asked.prompts))
         ]
         self.cached = dict.fromkeys(asked.stream.names, 0)
+        self.open = len(self.texts)  # texts that have not ended
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all texts have ended; Failed if one did not end well."""
         raise NotImplementedError
 
-    def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, those of one step together."""
+    def events(self) -> Events:
+        """Server-sent events: those that come first, and of each step's deltas together."""
         raise NotImplementedError
 
     async def end(self) -> None:
         """Wait until all texts have ended; Failed if one did not end well."""
-        async for _ in self.steps():
-            pass
-
-    async def steps(self) -> AsyncIterator[list[Step]]:
-        """What each step of the engine has added; Failed if a text did not end well."""
         async for deltas in self.asked.stream:
-            yield [self._step(delta) for delta in deltas]
+            for delta in deltas:
+                self.step(delta)
 
-    def _step(self, delta: Delta) -> Step:
+    def step(self, delta: Delta) -> Step:
+        """What a step of the engine has added; Failed if the text did not end well."""
         if delta.finish in ("error", "abort"):
             raise Failed(delta)
+        self.open -= delta.finish is not None
         self.cached[delta.request] = max(self.cached[delta.request], delta.cached)
         text = self.texts[self.index[delta.request] + delta.index]
         text.completion.add(delta)
@@ -202,6 +201,10 @@ class OpenAI(Answer):
 
     kind = chunk = ""
 
+    def __init__(self, asked: Asked, prefix: str):
+        super().__init__(asked, prefix)
+        self.frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
+
     async def whole(self) -> dict[str, Any]:
         await self.end()
         choices = [self.choice(i, text) for i, text in enumerate(self.kept())]
@@ -221,18 +224,51 @@ class OpenAI(Answer):
     def choice(self, index: int, text: Text) -> dict[str, Any]:
         raise NotImplementedError
 
-    async def events(self) -> AsyncIterator[bytes]:
-        first = [self.part(i, part) for i in range(len(self.texts)) for part in self.first(i)]
-        yield b"".join(first)
+    def events(self) -> Events:
+        numbers = range(len(self.texts))
+        out = b"".join(self.part(i, part) for i in numbers for part in self.first(i))
         try:
-            async for steps in self.steps():
-                if out := b"".join(self.part(*part) for step in steps for part in self.parts(step)):
-                    yield out
+            while self.open:
+                deltas = yield out
+                out = b"".join(map(self.said, deltas))
         except Failed as failed:
-            yield event(error(failed.status, str(failed)))
+            out = event(error(failed.status, str(failed)))
         if self.asked.usage:
-            yield event(self.body(self.chunk, []) | {"usage": self.usage()})
-        yield b"data: [DONE]\n\n"
+            out += event(self.body(self.chunk, []) | {"usage": self.usage()})
+        return out + b"data: [DONE]\n\n"
+
+    def said(self, delta: Delta) -> bytes:
+        """The events of a delta."""
+        asked = self.asked
+        known = not (
+            delta.finish or delta.logprobs or delta.prompt_logprobs
+            or asked.token_ids or asked.running
+        )  # fmt: skip
+        index = self.index[delta.request] + delta.index
+        text = self.texts[index]
+        if known and type(text.reader) is Plain:  # nothing but the text changes
+            text.completion.tokens += delta.tokens
+            if delta.cached:
+                self.cached[delta.request] = delta.cached
+            return self._framed(index, "content", delta.text) if delta.text else b""
+        step = self.step(delta)  # of a reader that may hold text back
+        if known and len(step.pieces) == 1 and (piece := step.pieces[0]).kind != "call":
+            return self._framed(step.text.completion.index, piece.kind, piece.text)
+        return b"".join(self.part(*part) for part in self.parts(step))
+
+    def _framed(self, index: int, kind: str, text: str) -> bytes:
+        """The event of a piece of text, of which all but the text is known after the first one."""
+        found = self.frames.get((index, kind))
+        if found is None:
+            mark = uuid.uuid4().hex
+            whole = self.part(index, self.piece(kind, mark))
+            before, after = whole.split(dumps(mark))
+            found = self.frames[index, kind] = before, after
+        return found[0] + dumps(text) + found[1]
+
+    def piece(self, kind: str, text: str) -> dict[str, Any]:
+        """What an event says of a piece of text."""
+        raise NotImplementedError
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """What a stream begins with, for one text."""
@@ -324,12 +360,15 @@ class CompletionsAnswer(OpenAI):
         if not (delta.text or delta.finish or delta.logprobs or asked.token_ids):
             return []
         found = [*(delta.prompt_logprobs or ()), *delta.logprobs]
-        part: dict[str, Any] = {"text": delta.text}
+        part = self.piece("content", delta.text)
         part["logprobs"] = self.logprobs(step.text, found)
         part |= {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
         if asked.token_ids:
             part["token_ids"] = delta.tokens
         return [(step.text.completion.index, part)]
+
+    def piece(self, kind: str, text: str) -> dict[str, Any]:
+        return {"text": text, "stop_reason": None}
 
     def _echo(self, index: int) -> str:
         return self.echo[index // self.asked.texts] if self.echo else ""
@@ -423,8 +462,7 @@ class ChatAnswer(OpenAI):
                     call["function"] = {"arguments": piece.text}
                 parts.append({"delta": {"tool_calls": [call]}})
             else:
-                name = "content" if piece.kind == "content" else "reasoning_content"
-                parts.append({"delta": {name: piece.text}})
+                parts.append(self.piece(piece.kind, piece.text))
         if not parts and (delta.finish or delta.logprobs or self.asked.token_ids):
             parts.append({"delta": {}})
         if parts:
@@ -434,6 +472,9 @@ class ChatAnswer(OpenAI):
             if delta.finish:
                 parts[-1] |= self.ends(text)
         return [(text.completion.index, part) for part in parts]
+
+    def piece(self, kind: str, text: str) -> dict[str, Any]:
+        return {"delta": {"content" if kind == "content" else "reasoning_content": text}}
 
     def logprobs(self, found: list[Logprob]) -> dict[str, Any] | None:
         return {"content": self.spelled(found), "refusal": None} if found else None
@@ -452,9 +493,3 @@ def likelihood(completion: Completion) -> float:
     """Mean log probability of a text's tokens."""
     found = completion.logprobs or []
     return sum(entry.logprob for entry in found) / max(len(found), 1)
-
-
-def event(body: dict[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event. ASCII, since a token may decode to half a surrogate pair."""
-    data = b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
-    return data if name is None else f"event: {name}\n".encode() + data

@@ -9,7 +9,6 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
-from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.serve import messages, mistakes, protocol, replies, responses, site
 from anybit.serve.answers import Asked, ChatAnswer, CompletionsAnswer
@@ -17,27 +16,28 @@ from anybit.serve.bodies import Route
 from anybit.serve.gate import Gate
 from anybit.serve.infill import infill
 from anybit.serve.mistakes import WrongField
+from anybit.serve.model import Model
 from anybit.serve.server import Server, Settings, parameters
+from anybit.serve.streams import Engine
 from anybit.version import __version__
 
 NOTHING: dict[int | str, dict[str, Any]] = {200: {"content": {}, "description": "Well"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
 
-def create_app(llm: LLM, settings: Settings) -> FastAPI:
-    """The ASGI application. The engine starts and stops with it."""
-    server = Server(llm, settings)
+def create_app(llm: Model, settings: Settings, engine: Engine) -> FastAPI:
+    """The ASGI application of a front end."""
+    server = Server(llm, settings, engine)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.engine.start()
         yield
-        await server.engine.stop()
         server.texts.close()
 
     app = FastAPI(
-        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,  # it would send clients to whatever Host they have named
+    )  # fmt: skip
     app.state.server = server
     app.router.route_class = Route
     app.add_middleware(Gate, settings=settings, stopping=server.stopping)
@@ -96,7 +96,7 @@ def add_generation(app: FastAPI, server: Server) -> None:
                 request,
                 lambda job: [p if isinstance(p, str) else job.llm.decode(p, shown) for p in asked],
             )
-        stream = server.submit(name, [(prompt, params) for prompt in prompts])
+        stream = await server.submit(request, name, [(prompt, params) for prompt in prompts])
         answer = CompletionsAnswer(
             Asked(
                 name, prompts, n, stream, server.texts.words, texts,
@@ -131,13 +131,13 @@ def add_tokens(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/embeddings", response_model=replies.Embeddings, responses=mistakes.ERRORS)
     async def embeddings(body: protocol.EmbeddingRequest, request: Request) -> Response:
-        name, width = server.model(body.model), server.llm.config.get_text_config().hidden_size
+        name, width = server.model(body.model), server.llm.hidden
         if body.dimensions is not None and body.dimensions > width:
             message = f"dimensions={body.dimensions}: this model's vectors have {width} numbers"
             raise WrongField("dimensions", message)
         params = SamplingParams(max_tokens=0, embed=True)
         prompts = await server.encode(request, body, protocol.listed(body.input), params)
-        stream = server.submit(name, [(prompt, params) for prompt in prompts])
+        stream = await server.submit(request, name, [(prompt, params) for prompt in prompts])
         answer = replies.EmbeddingsAnswer(
             Asked(name, prompts, 1, stream, server.texts.words),
             body.encoding_format == "base64",
@@ -171,7 +171,7 @@ def add_tokens(app: FastAPI, server: Server) -> None:
         server.model(body.model)
         if server.llm.tokenizer is None:
             raise HTTPException(400, "the model directory has no tokenizer")
-        vocabulary = server.llm.engine.vocabulary
+        vocabulary = server.llm.vocabulary
         wrong = next((token for token in body.tokens if token >= vocabulary), None)
         if wrong is not None:
             message = f"token {wrong} is not in the vocabulary of {vocabulary}"
@@ -199,7 +199,7 @@ def add_information(app: FastAPI, server: Server) -> None:
     async def health() -> Response:
         if not server.engine.accepting:
             raise server.overloaded(server.engine.failure or "the server is shutting down")
-        if server.engine.engine.prepare is not None:
+        if server.engine.preparing:
             raise server.overloaded("the server is still starting")
         return Response()
 
@@ -209,4 +209,4 @@ def add_information(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics", response_class=Response, responses=METRICS | {401: mistakes.ERRORS[401]})
     async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(await server.engine.metrics(), media_type="text/plain; version=0.0.4")

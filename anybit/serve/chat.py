@@ -38,11 +38,13 @@ def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> 
         raise
     except Exception as error:  # templates and tokenizers raise all kinds
         raise InvalidInput(in_a_line(error)) from None
+    texts = llm.transcripts()
+    texts.add("chat", prompt, params)
     engine.add("chat", prompt, params)
     start = first = time.monotonic()
     try:
         while engine.busy:
-            for delta in engine.step():
+            for delta in texts.read(engine.step()):
                 first = first if tokens else time.monotonic()
                 tokens += len(delta.tokens)
                 text += delta.text

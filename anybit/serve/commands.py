@@ -7,7 +7,8 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ from anybit.serve.options import (
     Dtype,
     ExactAnswers,
     Format,
+    FrontEndCount,
     Grace,
     Host,
     Keep,
@@ -74,14 +76,18 @@ def serve(
     keep: Keep = "auto",
     kernels: Kernels = None,
     tool_parser: ToolParser = None,
+    front_ends: FrontEndCount = None,
     deterministic: Deterministic = False,
     exact_answers: ExactAnswers = False,
     draft: Draft = None,
     draft_tokens: DraftTokens = 4,
 ) -> None:
     """Serve a model over HTTP with OpenAI's protocol, metrics, and a chat page at /."""
-    with serve_extra():
-        from anybit.serve.run import bind, run
+    from anybit.serve.run import FrontEnds, bind, front_end_count, run
+    from anybit.serve.settings import Settings
+    from anybit.serve.tools import FAMILIES
+
+    check_packages()
     choose("--log-level", log_level, ("debug", "info", "warning", "error"))
     keys = keys_of(api_keys)
     if not all(names or ()):
@@ -95,13 +101,14 @@ def serve(
     template = None if chat_template is None else read_text(chat_template)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("anybit").setLevel(log_level.upper())
-    with bind(host, port) as listener:  # a port in use is told before the imports and the model
+    with ExitStack() as stack:
+        listener = stack.enter_context(
+            bind(host, port)
+        )  # a port in use is told before the imports and the model
         if not keys:
             warn_if_open(host, listener.getsockname()[0])
-        with serve_extra():
-            from anybit.serve.server import Settings
-            from anybit.serve.tools import FAMILIES
         choose("--tool-parser", tool_parser, ("none", *FAMILIES))
+        started = stack.enter_context(FrontEnds(listener, front_ends or front_end_count()))
         llm = load(
             model,
             quantization,
@@ -135,7 +142,7 @@ def serve(
         drafts = f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else ""
         typer.echo(f"{' = '.join(settings.names)} {summary(llm)}{drafts}")
         typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-        run(llm, settings, listener)
+        run(llm, settings, started)
 
 
 @contextmanager
@@ -148,16 +155,24 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-@contextmanager
-def serve_extra() -> Iterator[None]:
-    """Say what a missing package belongs to."""
-    try:
-        with importing():
-            yield
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error.name} is missing; install it with: pip install 'anybit[serve]'"
-        ) from None
+PACKAGES = (
+    "fastapi",
+    "httptools",
+    "llguidance",
+    "msgspec",
+    "orjson",
+    "prometheus_client",
+    "uvicorn",
+)
+
+
+def check_packages() -> None:
+    """Say what a missing package belongs to, before front ends do."""
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"{package} is missing; install it with: pip install 'anybit[serve]'"
+            )
 
 
 def keys_of(given: list[str] | None) -> tuple[str, ...]:
@@ -185,8 +200,11 @@ def warn_if_open(host: str, address: str) -> None:
 
 
 def served(model: Path) -> str:
-    """What clients call a model: a directory by its name, and one of the hub as the hub does."""
-    return model.resolve().name if model.exists() else str(model)
+    """What clients call a model: a directory by its name, and one of the hub as the hub does.
+
+    A link is called as it is, and not as what it leads to today.
+    """
+    return Path(os.path.abspath(model)).name if model.exists() else str(model)
 
 
 def bytes_of(gigabytes: float | None) -> int | None:

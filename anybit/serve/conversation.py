@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Structured
+from anybit.engine.structured import Structured, by_number
 from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.serve.harmony import Harmony
+from anybit.serve.model import Model
 from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool
-from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
+from anybit.serve.reading import Plain, Reader, Thoughts
 from anybit.serve.texts import Job, room
 from anybit.serve.tools import FAMILIES, Either, Family, family_of
 
@@ -38,7 +39,7 @@ class Dialect:
     parser: the family of tool calls, if not the template tells it; "none": no calls are read.
     """
 
-    def __init__(self, llm: LLM, parser: str | None = None):
+    def __init__(self, llm: Model, parser: str | None = None):
         self.template = template_text(llm.tokenizer)
         name = parser or family_of(self.template) if self.template else None
         self.family: Family | None = FAMILIES.get(name or "none")
@@ -52,7 +53,7 @@ class Dialect:
         marks = (*(self.family.marks if self.family else ()), *(self.think or ()))
         # What a special token says is shown, or readers would not find it.
         self.shown = tuple(special[mark] for mark in marks if special.get(mark) in llm.special)
-        self.special = llm.special
+        self.numbered = by_number(llm.tokenizer)
 
     def prepare(self, body: ChatRequest, params: SamplingParams, job: Job) -> Prepared:
         """Render, tokenize, compile; InvalidInput for what this model's template does not take."""
@@ -107,11 +108,12 @@ class Dialect:
                     f"structured output cannot begin after {self.think}: they are no tokens"
                 )
             structured = replace(structured, think=think, thinking=thinking)
-            if job.llm.engine.grammars is not None:  # compiled here, kept for the engine
-                matcher = job.llm.engine.grammars.matcher(structured)
+            if job.llm.grammars is not None:
+                job.llm.grammars.tried(structured)  # which is kept for the engine
                 for begin in begins if self.family and self.family.bare else ():
                     # The last token of a call's beginning may hold more than it.
                     tokens = job.llm.encode(begin, special=False)[:-1]
+                    matcher = job.llm.grammars.matcher(structured)
                     if matcher.grammar.validate_tokens(tokens) < len(tokens):
                         raise InvalidInput(
                             "response_format: its objects have a property 'name', with which this "
@@ -178,9 +180,9 @@ class Dialect:
         return Structured(grammar=self.family.forced(tools, several, self._mark))
 
     def _mark(self, mark: str) -> str:
-        """A mark as llguidance's Lark has it: special tokens by number."""
-        token = self.tokens.get(mark)
-        return f"<[{token}]>" if token is not None and token in self.special else json.dumps(mark)
+        """A mark as llguidance's Lark has it: by number, or as text of one token or several."""
+        token = self.numbered.get(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
 
     def _think_tokens(self) -> tuple[int, int] | None:
         if self.think is None or any(mark not in self.tokens for mark in self.think):

@@ -8,10 +8,8 @@ import re
 import secrets
 import time
 
-import h11
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from anybit.serve.mistakes import error_at
 from anybit.serve.server import Settings
@@ -127,70 +125,3 @@ async def refuse(
     headers[b"content-length"] = str(len(body)).encode()
     await send({"type": "http.response.start", "status": status, "headers": list(headers.items())})
     await send({"type": "http.response.body", "body": body})
-
-
-class Connection(H11Protocol):
-    """One connection. A client that sends no whole request head in time, or reads nothing, is left.
-
-    uvicorn waits for ever for the first head, for the rest of one that has begun, and for readers.
-    """
-
-    patience = 60.0
-    timer: asyncio.TimerHandle | None = None
-    stuck: asyncio.TimerHandle | None = None  # while more waits to be sent than is good
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in the form of every error; uvicorn's answer is plain text."""
-        body = error_at("", 400, msg)
-        headers = {"content-type": "application/json", "connection": "close"}
-        headers["content-length"] = str(len(body))
-        for part in (
-            h11.Response(status_code=400, headers=list(headers.items()), reason="Bad Request"),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(part) or b"")
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        self._read()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self.transport.is_closing():
-            self._watch()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.stuck = self.loop.call_later(self.patience, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._read()
-
-    def _read(self) -> None:
-        if self.stuck is not None:
-            self.stuck.cancel()
-            self.stuck = None
-
-    def _watch(self) -> None:
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if busy:
-            self._unwatch()
-        elif self.timer is None:
-            self.timer = self.loop.call_later(self.patience, self.transport.close)
-
-    def _unwatch(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None

@@ -1,7 +1,6 @@
 """Anthropic's Messages over a chat: /v1/messages."""
 
 import json
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -12,7 +11,8 @@ from pydantic import BaseModel, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from anybit.serve import mistakes, protocol
-from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
+from anybit.serve.answers import Answer, Asked, Block, Failed, Text
+from anybit.serve.events import Events, event
 from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
 
@@ -247,16 +247,17 @@ class MessagesAnswer(Answer):
         usage = self._usage() | SERVICE
         return self._message(blocks, self._stop(text)) | {"usage": usage} | self.edited
 
-    async def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> Events:
         (text,) = self.texts
         usage = self._usage() | {"output_tokens": 0} | SERVICE
         message = self._message([], stopped(None))
-        yield named({"type": "message_start", "message": message | {"usage": usage}})
+        out = named({"type": "message_start", "message": message | {"usage": usage}})
         at = -1
         try:
-            async for steps in self.steps():
+            while self.open:
+                deltas = yield out
                 out = b""
-                for step in steps:
+                for step in map(self.step, deltas):
                     for piece, new in zip(step.pieces, step.new, strict=True):
                         if new:
                             out += self._stopped(at)
@@ -270,16 +271,13 @@ class MessagesAnswer(Answer):
                         if piece.text and (piece.kind != "call" or is_object(text.blocks[at].text)):
                             out += named({"type": "content_block_delta", "index": at,
                                           "delta": delta(piece.kind, piece.text)})  # fmt: skip
-                if out:
-                    yield out
         except Failed as failed:
-            yield named(mistakes.anthropic_error(failed.status, str(failed)))
-            return
+            return named(mistakes.anthropic_error(failed.status, str(failed)))
         usage = self._usage()
-        yield self._stopped(at) + named(
+        out += self._stopped(at) + named(
             {"type": "message_delta", "delta": self._stop(text), "usage": usage} | self.edited
         )
-        yield named({"type": "message_stop"})
+        return out + named({"type": "message_stop"})
 
     def _stopped(self, at: int) -> bytes:
         return b"" if at < 0 else named({"type": "content_block_stop", "index": at})

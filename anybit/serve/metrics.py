@@ -1,18 +1,20 @@
 """Metrics for Prometheus, under vLLM's names, so that dashboards and clients find them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from anybit.engine.engine import Engine, Observer
 from anybit.engine.ready import after_ready
 from anybit.engine.sequence import Sequence
-
-REQUEST = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
-FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
-BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2, 5)
+from anybit.serve.times import HISTOGRAMS, Times
 
 
 class Metrics(Observer):
@@ -20,11 +22,13 @@ class Metrics(Observer):
 
     def __init__(self, engine: Engine, model: str, kv_cache: str):
         self.engine, self.model, self.kv_cache = engine, model, kv_cache
+        self.times = {name: Times(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.first = self.times["vllm:time_to_first_token_seconds"]
+        self.between = self.times["vllm:inter_token_latency_seconds"]
+        self.whole = self.times["vllm:e2e_request_latency_seconds"]
+        self.queued = self.times["vllm:request_queue_time_seconds"]
+        self.read = self.times["vllm:request_prefill_time_seconds"]
         self.registry = CollectorRegistry()
-        self.first = self._histogram("time_to_first_token_seconds", "Until the first token", FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", "Between tokens", BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token", REQUEST)
-        self.queued = self._histogram("request_queue_time_seconds", "In the queue", REQUEST)
         self.registry.register(self)
         engine.observer = self
 
@@ -32,18 +36,25 @@ class Metrics(Observer):
         """All metrics in the exposition format."""
         return generate_latest(self.registry)
 
-    # From the engine's thread.
+    def merge(self, seen: Mapping[str, tuple[list[int], float]]) -> None:
+        """Add what a front end has seen."""
+        for name, (counts, total) in seen.items():
+            self.times[name].merge(counts, total)
+
+    # While the engine runs.
 
     def token(self, seq: Sequence, since: float | None) -> None:
         assert seq.last_token is not None
         if since is None:
-            self.first.observe(seq.last_token - seq.arrival)
-            self.queued.observe((seq.started or seq.arrival) - seq.arrival)
+            started = seq.started or seq.arrival
+            self.first.add(seq.last_token - seq.arrival)
+            self.queued.add(started - seq.arrival)
+            self.read.add(seq.last_token - started)
         else:
-            self.between.observe(seq.last_token - since)
+            self.between.add(seq.last_token - since)
 
     def finished(self, seq: Sequence) -> None:
-        self.whole.observe(time.monotonic() - seq.arrival)
+        self.whole.add(time.monotonic() - seq.arrival)
 
     # When someone asks.
 
@@ -87,12 +98,11 @@ class Metrics(Observer):
         for reason, count in list(stats.finished.items()):
             ended.add_metric([self.model, reason], count)
         yield ended
-
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"vllm:{name}", what, ["model_name"], registry=self.registry, buckets=buckets
-        )
-        return histogram.labels(self.model)
+        for name, (what, _) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(name, what, labels=["model_name"])
+            buckets, total = self.times[name].cumulative()
+            histogram.add_metric([self.model], buckets, total)
+            yield histogram
 
 
 def family(

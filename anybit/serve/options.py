@@ -118,6 +118,16 @@ Queue = Annotated[
         rich_help_panel=LIMITS,
     ),
 ]
+FrontEndCount = Annotated[
+    int | None,
+    typer.Option(
+        "--front-ends",
+        min=1,
+        max=64,
+        help="Processes that speak HTTP; default: 1, 2 from 8 cores, 4 from 32.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 Grace = Annotated[
     float,
     typer.Option(

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from anybit.engine.sequence import MAX_LOGPROBS, Logprob
 from anybit.serve import mistakes, protocol
-from anybit.serve.answers import Answer, Asked, Block, Failed, Text, event
+from anybit.serve.answers import Answer, Asked, Block, Failed, Text
+from anybit.serve.events import Events, event
 from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
 
@@ -264,17 +265,17 @@ class ResponsesAnswer(Answer):
         (text,) = self.texts
         return self._response(text, status(text))
 
-    async def events(self) -> AsyncIterator[bytes]:
+    def events(self) -> Events:
         (text,) = self.texts
         begun = self._response(text, "in_progress")
-        yield self._event("response.created", response=begun) + self._event(
-            "response.in_progress", response=begun
-        )
+        out = self._event("response.created", response=begun)
+        out += self._event("response.in_progress", response=begun)
         at = -1
         try:
-            async for steps in self.steps():
+            while self.open:
+                deltas = yield out
                 out = b""
-                for step in steps:
+                for step in map(self.step, deltas):
                     for piece, new in zip(step.pieces, step.new, strict=True):
                         if new:
                             out += self._done(text, at)
@@ -285,18 +286,14 @@ class ResponsesAnswer(Answer):
                             scores = found if piece is step.pieces[-1] else []
                             kind = DELTAS[piece.kind]
                             out += self._part(block, at, kind, scores, delta=piece.text)
-                if out:
-                    yield out
         except Failed as failed:
             response = self._response(text, "failed") | {
                 "error": {"code": "server_error", "message": str(failed)}
             }
-            yield self._event("response.failed", response=response)
-            return
+            return self._event("response.failed", response=response)
         end = status(text)
-        yield self._done(text, at, end) + self._event(
-            f"response.{end}", response=self._response(text, end)
-        )
+        out += self._done(text, at, end)
+        return out + self._event(f"response.{end}", response=self._response(text, end))
 
     def _begun(self, text: Text, at: int) -> bytes:
         block = text.blocks[at]

@@ -1,37 +1,37 @@
-"""Running the server: its socket, its signals and its end.
+"""Running the server: its socket, its processes, its signals and its end."""
 
-What takes seconds to import is imported after the socket listens.
-"""
-
-import asyncio
 import gc
+import json
 import logging
+import pickle
+import signal
 import socket
-from contextlib import suppress
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
-from anybit.errors import Unsupported
+from anybit.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     from anybit.engine.llm import LLM
-    from anybit.serve.server import Server, Settings
+    from anybit.serve.service import Service
+    from anybit.serve.settings import Settings
 
-log = logging.getLogger("anybit.serve")
-
-LAST = 2.0  # seconds after the grace in which the last bytes may be sent
+CHILD = "import sys; sys.path[:] = {path}; from anybit.serve.front import main; main()"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; Unsupported if the address is not to be had.
+    """A socket that listens; Unsupported if the address is not to be had. "::": also of IPv4.
 
     Before the model is loaded, so that a port in use is told at once. Clients that come while it
     is loaded wait.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=2048)
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:  # the latter of a name that is none
         reason = getattr(error, "strerror", None) or "it is not a host name"
         raise Unsupported(
@@ -39,52 +39,98 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-class Uvicorn(uvicorn.Server):
-    """Uvicorn that ends requests before it ends itself."""
+def front_end_count() -> int:
+    """How many front ends suit this machine."""
+    from anybit.kernels.processes import cores
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give running requests some time, then fail them, then close every connection."""
-        server: Server = self.config.app.state.server  # type: ignore[union-attr]
-        grace = server.settings.grace
-        left = server.engine.texts
-        log.warning("shutting down%s", f"; {left} running sequences have {grace:g} s" * bool(left))
-        server.stopping.set()
-        ending = asyncio.ensure_future(self._end(server, grace))
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end(self, server: "Server", grace: float) -> None:
-        await server.engine.drain(0 if self.force_exit else grace)
-        await asyncio.sleep(LAST)
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
+    found = cores()
+    return 1 if found < 8 else 2 if found < 32 else 4
 
 
-def config(llm: "LLM", settings: "Settings") -> uvicorn.Config:
-    """Uvicorn's settings for a model."""
-    from anybit.serve.app import create_app
-    from anybit.serve.gate import Connection
+class FrontEnds:
+    """Processes that answer HTTP at a socket, which begin to import what they need at once.
 
-    protocol = type("Connection", (Connection,), {"patience": settings.patience})
-    return uvicorn.Config(
-        create_app(llm, settings),
-        http=protocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=min(75, int(settings.patience)),
-        timeout_graceful_shutdown=int(settings.grace + 2 * LAST) + 1,
-    )
+    >>> with FrontEnds(bind("127.0.0.1", 8000)) as front_ends:
+    ...     run(LLM(MODEL), Settings(("name",)), front_ends)
+
+    listener: is closed at the end. count: of processes.
+    """
+
+    def __init__(self, listener: socket.socket, count: int = 1):
+        self.listener = listener
+        self.started = [self.start() for _ in range(count)]
+
+    def start(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+        """Start one: its socket and its process."""
+        ours, theirs = socket.socketpair()
+        numbers = theirs.fileno(), self.listener.fileno()
+        command = [sys.executable, "-c", CHILD.format(path=json.dumps(sys.path))]
+        with theirs:
+            # In a group of its own: Ctrl-C is for the engine's process.
+            process = subprocess.Popen(
+                [*command, *map(str, numbers)], pass_fds=numbers, process_group=0
+            )
+        return ours, process
+
+    def give(self, service: "Service") -> None:
+        """Let a service have them, which will also start others in their places."""
+        for place, (sock, process) in enumerate(self.started):
+            service.attach(place, sock, process)
+        self.started.clear()
+
+    def __enter__(self) -> "FrontEnds":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listener.close()
+        for sock, process in self.started:  # those that no service has taken
+            sock.close()
+            process.kill()
+            process.wait()
 
 
-def run(llm: "LLM", settings: "Settings", listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; then finish or fail every request, and return."""
+def service_of(llm: "LLM", settings: "Settings", start: Any = None) -> "Service":
+    """What serves a model to front ends. start: see `Service`."""
+    from anybit.serve.metrics import Metrics
+    from anybit.serve.model import model_of
+    from anybit.serve.service import Service
+
+    if twice := set(settings.names) & set(llm.engine.adapters):
+        raise InvalidInput(f"{twice.pop()!r} names the model and an adapter; rename one")
+    level = logging.getLogger("anybit").getEffectiveLevel()
+    facts = pickle.dumps((model_of(llm), settings, level))
+    metrics = Metrics(llm.engine, settings.names[0], llm.kv_cache)
+    return Service(llm.engine, settings, metrics, facts, start)
+
+
+def run(llm: "LLM", settings: "Settings", front_ends: FrontEnds) -> None:
+    """Serve until SIGINT or SIGTERM; then finish or fail every request, and return.
+
+    Call it in the main thread, which runs the engine's steps.
+    """
+    service = service_of(llm, settings, front_ends.start)
+    front_ends.give(service)
     # What is loaded stays: collections of garbage would otherwise look at all of it again.
     gc.collect()
     gc.freeze()
     try:
-        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all has ended
-            Uvicorn(config(llm, settings)).run([listener])
+        with signals(service, front_ends.listener):
+            service.run()
     finally:
         gc.unfreeze()  # or triton's library calls what is left at the end a leak, in 40 lines
+
+
+@contextmanager
+def signals(service: "Service", listener: socket.socket) -> Iterator[None]:
+    """SIGINT and SIGTERM end a service, at once when one comes again."""
+
+    def stop(*_: object) -> None:
+        service.stop()
+        listener.close()  # no front end is started any more
+
+    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

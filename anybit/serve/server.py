@@ -4,60 +4,33 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import Response
 
-from anybit.engine.async_engine import AsyncEngine, EngineStopped, Stream
-from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
-from anybit.errors import AnybitError, InvalidInput
+from anybit.errors import AnybitError
 from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared, forces
-from anybit.serve.metrics import Metrics
+from anybit.serve.events import EventStream, dumps
 from anybit.serve.mistakes import WrongField
+from anybit.serve.model import Model
 from anybit.serve.protocol import ChatRequest, Prompting
+from anybit.serve.settings import Settings as Settings
+from anybit.serve.streams import Engine, Refused, Stream
 from anybit.serve.texts import Gone, Job, Texts, room
-
-
-@dataclass(frozen=True)
-class Settings:
-    """names: the model's, for clients. keys: one of which clients must send, if there are any.
-
-    queue: texts that may wait, beyond those that run. queue_tokens: prompt tokens of all requests
-    that have not ended. Beyond either, a request gets 503 with Retry-After. body: bytes of a
-    request at most. grace: seconds that running requests have to finish at shutdown. patience:
-    seconds that a client has for a request's head, for its body, and to read what waits for it.
-    origins: web pages that may use the server from a browser; "*": all. tool_parser: the form of
-    the model's tool calls, if its chat template does not tell it.
-    """
-
-    names: tuple[str, ...]
-    keys: tuple[str, ...] = ()
-    queue: int = 256
-    queue_tokens: int = 1 << 20
-    body: int = 4 << 20
-    grace: float = 30.0
-    patience: float = 60.0
-    retry_after: int = 1
-    origins: tuple[str, ...] = ()
-    tool_parser: str | None = None
+from anybit.serve.times import PREPARE
 
 
 class Server:
     """What the routes share."""
 
-    def __init__(self, llm: LLM, settings: Settings):
-        self.llm, self.settings = llm, settings
-        if twice := set(settings.names) & set(llm.engine.adapters):
-            raise InvalidInput(f"{twice.pop()!r} names the model and an adapter; rename one")
-        self.engine = AsyncEngine(llm.engine)
-        self.metrics = Metrics(llm.engine, settings.names[0], llm.kv_cache)
-        # Encoding changes a tokenizer's state, so the engine's thread keeps its own.
-        self.texts = Texts(llm, llm.engine.scheduler.max_running + settings.queue)
+    def __init__(self, llm: Model, settings: Settings, engine: Engine):
+        self.llm, self.settings, self.engine = llm, settings, engine
+        # Encoding changes a tokenizer's state, so what decodes keeps its own.
+        self.texts = Texts(llm, llm.max_running + settings.queue)
         self.dialect = Dialect(llm, settings.tool_parser)
         self.stopping = asyncio.Event()  # no more requests are read
         self.started = int(time.time())
@@ -71,11 +44,14 @@ class Server:
         """
         if self.texts.full:
             raise self.overloaded("the server has too many requests")
+        begun = time.monotonic()
         async with leaving(request) as gone:
             try:
                 return await self.texts.run(gone, function, grammar)
             except (AnybitError, ModuleNotFoundError) as error:
                 raise HTTPException(400, str(error)) from None
+            finally:
+                self.engine.times[PREPARE].add(time.monotonic() - begun)
 
     async def encode(
         self,
@@ -87,8 +63,8 @@ class Server:
         """Tokens of prompts, and the grammar of their parameters compiled."""
 
         def work(job: Job) -> list[list[int]]:
-            if params.structured is not None and job.llm.engine.grammars is not None:
-                job.llm.engine.grammars.matcher(params.structured)
+            if params.structured is not None and job.llm.grammars is not None:
+                job.llm.grammars.tried(params.structured)
             kept = body.kept(room(job.llm, params))
             special = body.add_special_tokens is not False
             return [job.prompt(prompt, special, kept) for prompt in prompts]
@@ -114,32 +90,29 @@ class Server:
         """The same, with all special tokens in the text."""
         return replace(params, shown=tuple(self.llm.special))
 
-    def submit(self, model: str, requests: list[tuple[list[int], SamplingParams]]) -> Stream:
+    async def submit(
+        self, request: Request, model: str, requests: list[tuple[list[int], SamplingParams]]
+    ) -> Stream:
         """Queue prompts, or refuse: 400 for what cannot be served, 503 for too much at once.
 
         model: as the client calls it, which may be an adapter.
         """
-        llm, settings = self.llm, self.settings
-        if model in llm.engine.adapters:
+        if model in self.llm.adapters:
             requests = [(prompt, replace(params, adapter=model)) for prompt, params in requests]
-        texts = sum(params.n for _, params in requests)
-        tokens = sum(len(prompt) for prompt, _ in requests)
-        room = llm.engine.scheduler.max_running + settings.queue
-        if texts > room or tokens > settings.queue_tokens:
-            raise HTTPException(
-                400,
-                f"{texts} completions of {tokens} prompt tokens are too many for one request; this "
-                f"server takes {room} and {settings.queue_tokens}",
-            )
-        open_tokens = sum(s.tokens for s in set(self.engine.streams.values()))
-        if self.engine.texts + texts > room or open_tokens + tokens > settings.queue_tokens:
-            raise self.overloaded("the server has too many requests")
+        work = asyncio.ensure_future(self.engine.submit(requests))
         try:
-            return self.engine.submit(requests)
-        except EngineStopped as error:
-            raise self.overloaded(str(error)) from None
-        except AnybitError as error:
-            raise HTTPException(400, str(error)) from None
+            async with leaving(request) as gone:
+                both: set[asyncio.Future[Any]] = {work, gone}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise Gone
+            return work.result()
+        except Refused as error:
+            if error.status == 503:
+                raise self.overloaded(str(error)) from None
+            raise HTTPException(error.status, str(error)) from None
+        finally:
+            work.cancel()
 
     async def ask(
         self, request: Request, model: str | None, chat: Callable[[], ChatRequest]
@@ -148,7 +121,7 @@ class Server:
         name = self.model(model)
         body = chat()
         prepared = await self.prepare(request, body)
-        stream = self.submit(name, [(prepared.prompt, prepared.params)])
+        stream = await self.submit(request, name, [(prepared.prompt, prepared.params)])
         return Asked(
             name, [prepared.prompt], body.samples, stream, self.texts.words,
             usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
@@ -163,7 +136,7 @@ class Server:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the model, and of its adapters."""
-        return *self.settings.names, *self.llm.engine.adapters
+        return *self.settings.names, *self.llm.adapters
 
     def model(self, name: str | None) -> str:
         """The name under which a client asks for the model; 404 for another model."""
@@ -177,7 +150,7 @@ class Server:
     async def reply(self, request: Request, answer: Answer, stream: bool | None) -> Response:
         """Send an answer; the engine drops it as soon as the client is gone."""
         if stream:
-            return EventStream(answer, self.engine)
+            return EventStream(answer.events(), answer.asked.stream, self.engine)
         work = asyncio.ensure_future(answer.whole())
         try:
             async with leaving(request) as gone:
@@ -185,27 +158,12 @@ class Server:
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise Gone
-            return JSONResponse(work.result())
+            return Response(dumps(work.result()), media_type="application/json")
         except Failed as error:
             raise HTTPException(error.status, str(error)) from None
         finally:
             work.cancel()
             self.engine.abort(answer.asked.stream)
-
-
-class EventStream(StreamingResponse):
-    """An answer as server-sent events, whose requests end with the response, however it ends."""
-
-    def __init__(self, answer: Answer, engine: AsyncEngine):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(answer.events(), headers=headers, media_type="text/event-stream")
-        self.answer, self.engine = answer, engine
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.engine.abort(self.answer.asked.stream)
 
 
 @asynccontextmanager

@@ -42,11 +42,11 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return {
             "model": server.settings.names[0],
             "template": llm.has_template,
-            "dtype": str(llm.dtype).removeprefix("torch."),
+            "dtype": llm.dtype,
             "formats": dict(llm.quantized),
             "bits": llm.quantized_bytes * 8 / weights if weights else None,
             "bytes": llm.quantized_bytes,
-            "dense_bytes": weights * llm.dtype.itemsize,
+            "dense_bytes": llm.dense_bytes,
         }
 
     @app.get("/page/{name:path}", include_in_schema=False)

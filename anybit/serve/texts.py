@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.serve.model import Model
 
 WORKERS = 2
 PIECE = 1 << 16  # characters that are tokenized without a look at the client
@@ -106,7 +106,7 @@ BYTES = byte_characters()
 class Job:
     """What a worker does for a client. llm: the worker's own, to encode and decode with."""
 
-    def __init__(self, llm: LLM, words: Words, gone: threading.Event):
+    def __init__(self, llm: Model, words: Words, gone: threading.Event):
         self.llm, self.words, self.gone = llm, words, gone
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -142,7 +142,7 @@ class Job:
         return prompt if kept is None else prompt[max(len(prompt) - kept, 0) :]
 
 
-def room(llm: LLM, params: SamplingParams) -> int:
+def room(llm: Model, params: SamplingParams) -> int:
     """Tokens of the longest prompt that an answer may follow."""
     return llm.length - (params.max_tokens != 0)
 
@@ -153,7 +153,7 @@ class Texts:
     What compiles a grammar has threads of its own: that takes seconds, and one runs at a time.
     """
 
-    def __init__(self, llm: LLM, most: int):
+    def __init__(self, llm: Model, most: int):
         self.llm, self.most = llm, most
         self.words = Words(copy.deepcopy(llm.tokenizer))
         self._pool = ThreadPoolExecutor(WORKERS, "anybit-tokenizer")

@@ -1,6 +1,5 @@
 """What `LLM` takes: right, or refused in one line before anything runs; from threads, too."""
 
-import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -10,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from anybit.engine.async_engine import AsyncEngine
-from anybit.engine.engine import Delta
 from anybit.engine.llm import LLM
+from anybit.engine.output import Delta
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError, InvalidInput, InvalidType, Unsupported
+from anybit.serve.run import service_of
+from anybit.serve.settings import Settings
 from tests.engine.conftest import PICO
 from tests.engine.test_engine import assert_no_block_is_held
 
@@ -166,29 +166,31 @@ def test_a_callback_that_generates_is_refused(llm: LLM, monkeypatch: pytest.Monk
 
 
 def test_a_served_engine_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def serve() -> None:
-        engine = AsyncEngine(llm.engine)
-        engine.start()
+    settings = Settings(("pico",))
+
+    def use() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(llm, "encode", lambda *_, **__: pytest.fail("beside the engine's thread"))
+            patch.setattr(llm, "encode", lambda *_, **__: pytest.fail("beside the server"))
             for use, what in (
                 (llm.generate, "a"),
                 (llm.embed, "a"),
                 (llm.chat, [{"role": "user", "content": "a"}]),
             ):
-                with pytest.raises(Unsupported, match="an AsyncEngine"):
+                with pytest.raises(Unsupported, match="a server runs"):
                     use(what)
         with pytest.raises(Unsupported, match="at work already"):
-            AsyncEngine(llm.engine).start()
-        await engine.stop()
-        assert llm.engine.scheduler.pace is not None  # steps with prompts are bounded from now on
+            service_of(llm, settings).run()
+        service.stop()
 
-    asyncio.run(serve())
+    service = service_of(llm, settings)
+    monkeypatch.setattr(service, "_commands", lambda: use())
+    service.run()
+    assert llm.engine.scheduler.pace is not None  # steps with prompts are bounded from now on
     step = llm.engine.step
 
     def start() -> list[Delta]:
         with pytest.raises(Unsupported, match="at work already"):
-            asyncio.run(serve())
+            service_of(llm, settings).run()
         return step()
 
     monkeypatch.setattr(llm.engine, "step", start)

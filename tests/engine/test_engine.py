@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
 from anybit.engine.scheduler import Scheduled
@@ -468,8 +467,8 @@ def test_padded_rows_of_the_head_are_not_all_rows(checkpoint: Checkpoint) -> Non
     runner = LLM(checkpoint("llama"), max_running=4, block_size=4).engine.runner
     step = []
     for i, prompt in enumerate(([5], [6], [7, 8])):
-        params, text = SamplingParams(temperature=0), Detokenizer(None, [], ())
-        seq = Sequence(str(i), 0, prompt, params, text, 99, frozenset())
+        params = SamplingParams(temperature=0)
+        seq = Sequence(str(i), 0, prompt, params, 99, frozenset())
         seq.blocks = [i]
         step.append(Scheduled(seq, 0, len(prompt), True))
     with torch.inference_mode():

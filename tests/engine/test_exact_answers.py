@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from anybit import QuantLinear, quantize_tensor
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.scheduler import Scheduled
@@ -95,7 +94,7 @@ def steps(answers: int, prompt: int) -> list[Scheduled]:
     """A step that writes a token of some texts, one with two drafts, and reads a prompt."""
     out = []
     for i, length in enumerate([5] * answers + [prompt] * bool(prompt)):
-        seq = Sequence("", 0, [7] * length, WRITTEN, Detokenizer(None, []), length)
+        seq = Sequence("", 0, [7] * length, WRITTEN, length)
         seq.blocks = [i, i + 1, i + 2, i + 3]
         draft = (3, 4) if i == 0 < answers else ()
         out.append(

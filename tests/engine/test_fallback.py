@@ -209,7 +209,7 @@ def test_server_streams_and_aborts(make: Callable[[str], Path]) -> None:
             with httpx.stream("POST", url, json=long, timeout=60) as stream:
                 next(stream.iter_lines())
                 assert not idle()
-            assert wait_for(lambda: not live.server.engine.streams)
+            assert wait_for(lambda: not live.service.open)
         assert live.idle()
         assert llm.engine.stats.finished["abort"] == 1
         assert wait_for(idle)

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.pace import FACTOR, REST, Budget, Pace, pairs
 from anybit.engine.scheduler import Scheduled, Scheduler
 from anybit.engine.sequence import SamplingParams, Sequence
@@ -30,7 +29,7 @@ def pace(limit: float | None = None) -> Pace:
 
 def text(name: str, prompt: int, params: SamplingParams | None = None) -> Sequence:
     params = params or SamplingParams(max_tokens=10000, ignore_eos=True)
-    return Sequence(name, 0, list(range(prompt)), params, Detokenizer(None, []), 100000)
+    return Sequence(name, 0, list(range(prompt)), params, 100000)
 
 
 def run(scheduler: Scheduler, slow: float = 1.0) -> list[Scheduled]:

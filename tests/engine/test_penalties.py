@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from anybit.engine import penalties
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.llm import LLM
 from anybit.engine.penalties import penalize
 from anybit.engine.sampler import INVALID, Row, choose
@@ -19,7 +18,7 @@ V = 40
 
 
 def sequence(params: SamplingParams, prompt: list[int]) -> Sequence:
-    return Sequence("r", 0, prompt, params, Detokenizer(None, []), 10_000, frozenset([1]))
+    return Sequence("r", 0, prompt, params, 10_000, frozenset([1]))
 
 
 def defined(logits: torch.Tensor, row: Row) -> torch.Tensor:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from anybit.engine import sampler
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.sampler import INVALID, Row
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.kernels.races import race, waits
@@ -18,7 +17,7 @@ def sample(logits: torch.Tensor, seqs: list[Sequence], at: int = 0) -> sampler.S
 
 
 def sequence(params: SamplingParams, prompt: list[int] | None = None) -> Sequence:
-    return Sequence("r", 0, prompt or [0], params, Detokenizer(None, []), 1000, frozenset([1]))
+    return Sequence("r", 0, prompt or [0], params, 1000, frozenset([1]))
 
 
 def frequencies(logits: torch.Tensor, params: SamplingParams, count: int = 20000) -> torch.Tensor:

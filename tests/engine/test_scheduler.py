@@ -5,7 +5,6 @@ import torch
 
 from anybit.engine import model_runner
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.graphs import Rows, StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.pace import Pace
@@ -19,7 +18,7 @@ BLOCK = 4
 
 def text(name: str, tokens: int, limit: int = 400) -> Sequence:
     prompt = [ord(name[0]) * 400 + i for i in range(tokens)]
-    return Sequence(name, 0, prompt, SamplingParams(), Detokenizer(None, []), limit)
+    return Sequence(name, 0, prompt, SamplingParams(), limit)
 
 
 def run(scheduler: Scheduler) -> dict[str, int]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from anybit.engine.block_manager import BlockManager
-from anybit.engine.detokenizer import Detokenizer
 from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
 from anybit.engine.lookup import Lookup
@@ -300,7 +299,7 @@ def test_texts_follow_the_models_distribution() -> None:
     """And a guess is taken as often as its probability says. Five standard deviations."""
     blocks, guess = BlockManager(512, 16, prefix_caching=False), Guess()
     scheduler = Scheduler(blocks, 256, 4096)
-    engine = Engine(Chain(), scheduler, 16, None, frozenset(), 4)  # type: ignore[arg-type]
+    engine = Engine(Chain(), scheduler, 16, frozenset(), 4)  # type: ignore[arg-type]
     engine.speculation = Speculation(guess, 2)
     engine.speculation.costs = Free()
     texts: Counter[tuple[int, ...]] = Counter()
@@ -419,7 +418,7 @@ def test_what_does_not_pay_is_hardly_drafted(checkpoint: Checkpoint) -> None:
         assert drafted > 0
         assert (drafted < 30, steps > 55) == ((True, True) if wrong else (False, False))
         assert speculation.costs.plain < PLAIN
-    seq = Sequence("r", 0, [0], params, Detokenizer(None, []), 100)
+    seq = Sequence("r", 0, [0], params, 100)
     step = [Scheduled(seq, 0, 1, True)]
     assert not speculation.rests(step)
     speculation.records[seq] = Record(right=0.0, judged=50.0)
@@ -444,7 +443,7 @@ def test_look_up_finds_what_followed_last() -> None:
         assert reach == len(guess)
         return guess
 
-    seq = Sequence("r", 0, [0], SamplingParams(), Detokenizer(None, []), 100)
+    seq = Sequence("r", 0, [0], SamplingParams(), 100)
     assert found([1, 2, 3]) == []
     assert found([1, 2, 3, 4, 5, 6]) == []
     assert found([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1]

@@ -1,24 +1,33 @@
-"""A server on a loopback port: a tiny random model with pico's tokenizer, in a thread."""
+"""A server on a loopback port: a tiny random model with pico's tokenizer.
+
+The engine runs in a thread of the tests' process, and the front end in a process of its own.
+"""
 
 import shutil
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from transformers import AutoTokenizer
 
-from anybit.engine.engine import Delta, Engine
+from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM
-from anybit.serve.run import Uvicorn, config
-from anybit.serve.server import Server, Settings
+from anybit.engine.output import Delta
+from anybit.serve import front
+from anybit.serve.run import FrontEnds, bind, service_of
+from anybit.serve.server import Server
+from anybit.serve.service import Service
+from anybit.serve.settings import Settings
 from tests.engine.conftest import PICO, one_thread, random_model
 
 __all__ = ["one_thread"]  # a fixture that all tests here use
@@ -46,23 +55,34 @@ def certificates_are_read_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Live:
-    """A running server, from outside (url) and inside (server). end: asks it to end."""
+    """A running server. service: the engine's side. end: asks it to end.
+
+    server: the front end's side, where that is a thread (`serving(..., inside=True)`).
+    """
 
     url: str
-    server: Server
+    llm: LLM
+    service: Service
     port: int
-    end: Callable[[], None]
+    server: Server | None
+
+    @property
+    def engine(self) -> Engine:
+        return self.llm.engine
+
+    def end(self) -> None:
+        self.service.stop()
 
     def post(self, path: str, body: object, **options: object) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **options)  # type: ignore[arg-type]
 
     def idle(self) -> bool:
         """Whether the engine comes to hold nothing any more."""
-        engine = self.server.llm.engine
+        engine = self.engine
         return wait_for(
             lambda: (
                 not engine.requests
-                and not self.server.engine.streams
+                and not self.service.open
                 and len(engine.scheduler.blocks.free) == engine.scheduler.blocks.count
             )
         )
@@ -81,44 +101,63 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 @contextmanager
 def held(engine: Engine, steps: int = 2) -> Iterator[None]:
     """The engine takes no more than a few steps meanwhile: no text can end on its own."""
-    left, step = threading.Semaphore(steps), engine.step
+    left, step = [None] * steps, engine.step
 
     def limited() -> list[Delta]:
-        left.acquire()
-        return step()
+        if left:
+            left.pop()
+            return step()
+        time.sleep(0.001)
+        return []
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "step", limited)
-        try:
-            yield
-        finally:
-            left.release()
+        yield
 
 
 @contextmanager
-def serving(llm: LLM, **settings: object) -> Iterator[Live]:
-    options = {"names": ("tiny",), "grace": 5.0} | settings
-    configured = config(llm, Settings(**options))  # type: ignore[arg-type]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def serving(
+    llm: LLM, inside: bool = False, front_ends: int = 1, wait: bool = True, **options: object
+) -> Iterator[Live]:
+    """A server of a model. inside: whether its front end is a thread here, to look at."""
+    settings = Settings(**{"names": ("tiny",), "grace": 5.0} | options)  # type: ignore[arg-type]
+    made: list[Server] = []
+    with bind("127.0.0.1", 0) as listener, ExitStack() as stack:
         port = listener.getsockname()[1]
-        listener.listen()
-        server = Uvicorn(configured)
+        if inside:
+            ours, theirs = socket.socketpair()
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            create = front.create_app
 
-        def end() -> None:
-            server.should_exit = True
+            def create_app(*args: Any) -> FastAPI:
+                app = create(*args)
+                made.append(app.state.server)
+                return app
 
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
+            patch.setattr(front, "create_app", create_app)
+            service = service_of(llm, settings)
+            service.attach(0, ours, None)
+            own = listener.dup()
+            stack.enter_context(running(lambda: front.run(theirs, own)))
+        else:
+            started = stack.enter_context(FrontEnds(listener, front_ends))
+            service = service_of(llm, settings, started.start)
+            started.give(service)
+        with running(service.run, service.stop):
+            assert not wait or service.serving.wait(60)
+            yield Live(f"http://127.0.0.1:{port}", llm, service, port, made[0] if made else None)
+
+
+@contextmanager
+def running(work: Callable[[], None], end: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A thread meanwhile, which is asked to end then. What it raises is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
         try:
-            assert wait_for(lambda: server.started)
-            assert wait_for(lambda: llm.engine.prepare is None)
-            inside = configured.app.state.server  # type: ignore[union-attr]
-            yield Live(f"http://127.0.0.1:{port}", inside, port, end)
+            yield
         finally:
             end()
-            thread.join(100)
-            assert not thread.is_alive()
+            future.result(100)
 
 
 @pytest.fixture(scope="session")
@@ -129,6 +168,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TOKENIZER:
         shutil.copy(PICO / name, directory / name)
     return directory
+
+
+@pytest.fixture(scope="session")
+def inside(tiny: Path) -> Iterator[Live]:
+    """A server whose front end can be looked at."""
+    with serving(LLM(tiny, block_size=8), inside=True) as live:
+        yield live
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +191,7 @@ def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_model("llama", options).save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # not special, as Qwen's are
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     return directory
@@ -154,4 +200,10 @@ def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def talking(model: Path) -> Iterator[Live]:
     with serving(LLM(model, max_running=8), names=("tiny", "alias/small")) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def talking_inside(model: Path) -> Iterator[Live]:
+    with serving(LLM(model), inside=True) as live:
         yield live

@@ -52,9 +52,9 @@ def test_the_server_outlives_them(start: Callable[[int, float], Process]) -> Non
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_prompts_do_not_wait_for_grammars(
-    talking: Live, monkeypatch: pytest.MonkeyPatch, path: str
+    talking_inside: Live, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    grammars = talking.server.llm.engine.grammars
+    grammars = talking_inside.server.llm.grammars
     assert grammars is not None
     with grammars._lock:
         trial, _ = grammars._ready()
@@ -71,9 +71,9 @@ def test_prompts_do_not_wait_for_grammars(
     slow += [chat | {"tools": [TOOL], "tool_choice": "required"}] if body is chat else []
     with ThreadPoolExecutor() as pool:
         try:
-            waiting = [pool.submit(talking.post, path, each) for each in slow]
-            assert wait_for(lambda: talking.server.texts.jobs == len(slow))
-            assert talking.post(path, body).status_code == 200
+            waiting = [pool.submit(talking_inside.post, path, each) for each in slow]
+            assert wait_for(lambda: talking_inside.server.texts.jobs == len(slow))
+            assert talking_inside.post(path, body).status_code == 200
             assert not any(answer.done() for answer in waiting)
         finally:
             go_on.set()
@@ -98,11 +98,11 @@ def test_numbers_of_a_request_are_not_rounded(live: Live) -> None:
 
 
 @pytest.fixture
-def broken(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(inside: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(kind: str, text: str) -> dict:
         raise RuntimeError("the library has a bug")
 
-    grammars = live.server.llm.engine.grammars
+    grammars = inside.server.llm.grammars
     assert grammars is not None
     with grammars._lock:
         trial, _ = grammars._ready()
@@ -110,8 +110,8 @@ def broken(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_bug_is_no_mistake_of_the_client(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    answer = live.post("/v1/completions", SHORT | {"guided_regex": "unheard"})
+def test_a_bug_is_no_mistake_of_the_client(inside: Live, caplog: pytest.LogCaptureFixture) -> None:
+    answer = inside.post("/v1/completions", SHORT | {"guided_regex": "unheard"})
     assert answer.status_code == 500
     assert "the library has a bug" in answer.json()["error"]["message"]
     assert "Traceback" in caplog.text

@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 from anybit.cli.app import app as cli
 from anybit.engine.llm import LLM
 from anybit.errors import InvalidInput, Unsupported
-from anybit.serve.run import Uvicorn, bind, run
-from anybit.serve.server import Settings
+from anybit.serve.model import Model
+from anybit.serve.run import FrontEnds, bind, run
+from anybit.serve.service import Service
+from anybit.serve.settings import Settings
 from anybit.serve.texts import Gone, Job, Words
 from tests.engine.conftest import PICO
 from tests.serve.conftest import Live, serving, wait_for
@@ -71,7 +73,7 @@ def test_a_client_that_reads_nothing_is_left(tiny: Path, caplog: pytest.LogCaptu
         body = json.dumps(SHORT | {"max_tokens": 490, "ignore_eos": True, "n": 24,
                                    "stream": True, "logprobs": 20})  # fmt: skip
         client.sendall((HEAD + f"Content-Length: {len(body)}\r\n\r\n{body}").encode())
-        assert wait_for(lambda: live.server.engine.texts == 24)
+        assert wait_for(lambda: live.service.texts == 24)
         assert live.idle()
         assert wait_for(lambda: closed(client))
     assert "Traceback" not in caplog.text
@@ -87,29 +89,29 @@ def closed(client: socket.socket) -> bool:
 
 
 def test_a_prompt_that_cannot_fit_is_refused_by_its_length(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    inside: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    encode = LLM.encode
+    encode = Model.encode
     monkeypatch.setattr(
-        LLM, "encode", lambda self, text, **k: calls.append(len(text)) or encode(self, text, **k)
+        Model, "encode", lambda self, text, **k: calls.append(len(text)) or encode(self, text, **k)
     )
-    most = live.server.texts.words.longest
+    most = inside.server.texts.words.longest
     assert most is not None
-    text = "a b " * (most * live.server.llm.length // 4 + 1)
+    text = "a b " * (most * inside.llm.length // 4 + 1)
     for path, body in (
         ("/v1/completions", {"prompt": text}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
         ("/tokenize", {"prompt": text}),
     ):
-        answer = live.post(path, body)
+        answer = inside.post(path, body)
         assert answer.status_code == 400
         assert "bytes" in answer.json()["error"]["message"]
     assert not calls
 
 
-def test_the_bound_holds_for_every_text(live: Live) -> None:
-    words, llm = live.server.texts.words, live.server.llm
+def test_the_bound_holds_for_every_text(inside: Live) -> None:
+    words, llm = inside.server.texts.words, inside.server.llm
     assert words.longest is not None
     longest = max(range(len(llm.tokenizer)), key=lambda t: len(words.bytes(t)))
     text = words.text(longest) * 5
@@ -125,18 +127,18 @@ def test_the_bound_holds_for_every_text(live: Live) -> None:
     assert Words(None).longest is None
 
 
-def test_long_prompts_are_counted_in_pieces(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_counted_in_pieces(inside: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no bound is known, a few pieces decide; a client that has gone stops them."""
-    llm, gone, sizes = live.server.llm, threading.Event(), []
+    llm, gone, sizes = inside.server.llm, threading.Event(), []
     job = Job(llm, Words(None), gone)  # words that know no bound
 
-    def counted(self: LLM, text: str, special: bool = True) -> list[int]:
+    def counted(self: Model, text: str, special: bool = True) -> list[int]:
         sizes.append(len(text))
         if len(sizes) == 2:
             gone.set()
         return [1] * (1025 if len(sizes) == 1 else 3)
 
-    monkeypatch.setattr(LLM, "encode", counted)
+    monkeypatch.setattr(Model, "encode", counted)
     with pytest.raises(InvalidInput, match="more than 512 tokens"):
         job.encode("a b " * (1 << 20))
     assert len(sizes) == 1
@@ -145,7 +147,7 @@ def test_long_prompts_are_counted_in_pieces(live: Live, monkeypatch: pytest.Monk
     assert len(sizes) == 2
 
 
-def test_a_stuck_tokenizer_keeps_nobody(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_tokenizer_keeps_nobody(inside: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker hangs in a prompt; others are served, and it is free when its client goes."""
     released, encode = threading.Event(), Job.encode
 
@@ -158,12 +160,12 @@ def test_a_stuck_tokenizer_keeps_nobody(live: Live, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Job, "encode", slow)
     body = '{"prompt": "stuck"}'
-    with connect(live.port, HEAD + f"Content-Length: {len(body)}\r\n\r\n{body}"):
-        assert wait_for(lambda: live.server.texts.jobs == 1)
+    with connect(inside.port, HEAD + f"Content-Length: {len(body)}\r\n\r\n{body}"):
+        assert wait_for(lambda: inside.server.texts.jobs == 1)
         for _ in range(3):
-            assert live.post("/v1/completions", SHORT).status_code == 200
+            assert inside.post("/v1/completions", SHORT).status_code == 200
     assert released.wait(10)
-    assert wait_for(lambda: live.server.texts.jobs == 0)
+    assert wait_for(lambda: inside.server.texts.jobs == 0)
 
 
 def test_other_pages_may_ask_only_if_allowed(tiny: Path, live: Live) -> None:
@@ -196,9 +198,9 @@ def test_what_was_frozen_while_it_served_is_not_at_the_end(
 ) -> None:
     """Libraries would call it leaked."""
     frozen: list[int] = []
-    monkeypatch.setattr(Uvicorn, "run", lambda *_: frozen.append(gc.get_freeze_count()))
-    with bind("127.0.0.1", 0) as listener:
-        run(LLM(tiny), Settings(("tiny",)), listener)
+    monkeypatch.setattr(Service, "run", lambda *_: frozen.append(gc.get_freeze_count()))
+    with FrontEnds(bind("127.0.0.1", 0), 0) as front_ends:
+        run(LLM(tiny), Settings(("tiny",)), front_ends)
     assert frozen[0] > 0
     assert gc.get_freeze_count() == 0
 
@@ -208,9 +210,8 @@ def test_flags_reach_the_server(
 ) -> None:
     started: list[tuple[LLM, Settings]] = []
 
-    def run(llm: LLM, settings: Settings, listener: socket.socket) -> None:
+    def run(llm: LLM, settings: Settings, front_ends: FrontEnds) -> None:
         started.append((llm, settings))
-        listener.close()
 
     monkeypatch.setattr("anybit.serve.run.run", run)
     (tmp_path / "chat.jinja").write_text("{{ messages }}")

@@ -136,7 +136,7 @@ def test_half_a_character_is_refused_in_every_field(
         assert HALF in error["message"]
         if field is not None:  # Anthropic's errors name none apart
             assert error["param"] == field
-    assert not live.server.engine.streams
+    assert not live.service.open
     whole = text.replace("\\ud83d", "\\ud83d\\ude00").encode()
     answer = httpx.post(f"{live.url}/v1/{path}", content=whole, headers=JSON, timeout=60)
     assert HALF not in answer.text

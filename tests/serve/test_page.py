@@ -163,7 +163,7 @@ def test_only_a_whole_answer_is_announced(browser: Browser, live: Live) -> None:
     assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     browser.js("document.querySelector('#max_tokens').value = 450")
     assert browser.js("document.querySelectorAll('[aria-live], [role=status]').length") == 1
-    with held(live.server.llm.engine, steps=10):
+    with held(live.engine, steps=10):
         ask(browser, "x = 1")
         assert wait_for(lambda: browser.js(text(".assistant .text")) != "")
         assert browser.js(text("#said")) == ""
@@ -177,7 +177,7 @@ def test_an_answer_stops(browser: Browser, live: Live) -> None:
     browser.call("Page.navigate", url=live.url)
     assert wait_for(lambda: browser.js(text("#model")) == "tiny")
     browser.js("document.querySelector('#max_tokens').value = 450")
-    with held(live.server.llm.engine, steps=10):
+    with held(live.engine, steps=10):
         ask(browser, "x = 1")
         assert wait_for(lambda: browser.js(text(".assistant .text")) != "")
         assert browser.js(text("#send")) == "Stop"

@@ -41,7 +41,7 @@ def test_completion_is_the_engines(client: openai.OpenAI, live: Live, tiny: Path
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "length")
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 20
-    assert answer.usage.prompt_tokens == len(live.server.llm.encode("def main("))
+    assert answer.usage.prompt_tokens == len(live.llm.encode("def main("))
     assert answer.usage.total_tokens == 20 + answer.usage.prompt_tokens
 
 
@@ -125,7 +125,7 @@ def events(text: str) -> list[dict]:
 
 def test_token_prompts_and_nulls(live: Live) -> None:
     tokens = live.post("/tokenize", {"prompt": "def main("}).json()
-    assert tokens["tokens"] == live.server.llm.encode("def main(")
+    assert tokens["tokens"] == live.llm.encode("def main(")
     assert tokens["count"] == len(tokens["tokens"])
     options = {
         "max_tokens": 9, "temperature": 0, "return_token_ids": True, "best_of": 1, "user": "me",
@@ -256,7 +256,7 @@ def test_bench_serve_is_a_bench_of_a_server() -> None:
 
 def test_prompts_are_scored(live: Live, tiny: Path) -> None:
     """What lm-eval's local-completions sends; the sum is that of the model's own logits."""
-    tokens = live.server.llm.encode("def main(x):\n    return x")
+    tokens = live.llm.encode("def main(x):\n    return x")
     body = {
         "model": "tiny", "prompt": [tokens, tokens[:5]], "temperature": 0, "max_tokens": 1,
         "logprobs": 1, "seed": 1234, "echo": True,
@@ -296,8 +296,8 @@ def test_best_of(live: Live) -> None:
 
 def test_halves_of_characters_have_their_bytes(live: Live) -> None:
     """Bytes of tokens join to the text, though a token may be a part of a character."""
-    tokens = live.server.llm.encode("\u4e2d\U0001f600")
-    words = live.server.texts.words
+    tokens = live.llm.encode("\u4e2d\U0001f600")
+    words = Words(live.llm.tokenizer)
     assert len(tokens) > 2
     assert b"".join(map(words.bytes, tokens)).decode() == "\u4e2d\U0001f600"
     body = {"prompt": tokens, "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -313,7 +313,7 @@ def test_halves_of_characters_have_their_bytes(live: Live) -> None:
 def test_offsets_are_places_in_the_text(live: Live) -> None:
     """Parts of a character begin where it does; special tokens that are not shown take no room."""
     smile = "\U0001f600"
-    tokens = [0, *live.server.llm.encode(f"def {smile}(")]
+    tokens = [0, *live.llm.encode(f"def {smile}(")]
     body = {"prompt": tokens, "max_tokens": 12, "temperature": 0, "guided_regex": f"a{smile}bc"}
     body |= {"logprobs": 0, "echo": True}
     for shown in (True, False):

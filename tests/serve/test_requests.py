@@ -14,6 +14,8 @@ from anybit.engine.llm import LLM
 from anybit.serve import messages
 from anybit.serve.answers import Block
 from anybit.serve.conversation import Dialect
+from anybit.serve.model import Model, model_of
+from anybit.serve.texts import Words
 from tests.needs import pairs
 from tests.serve.conftest import Live, serving
 from tests.serve.test_protocol import events
@@ -177,7 +179,7 @@ def test_thoughts_and_refusals_that_come_back_are_text(talking: Live) -> None:
 
 
 def test_vllms_name_of_thoughts(talking: Live) -> None:
-    llm = talking.server.llm
+    llm = model_of(talking.llm)
     said = messages.ChatMessage(role="assistant", content="a", reasoning="hm")
     assert Dialect(llm)._message(said)["reasoning_content"] == "hm"
 
@@ -258,7 +260,7 @@ def test_every_event_has_the_usage_if_asked(live: Live) -> None:
 
 
 def test_log_probabilities_of_the_prompt(live: Live) -> None:
-    tokens = live.server.llm.encode("def main(x):\n    return x")
+    tokens = live.llm.encode("def main(x):\n    return x")
     body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 2, "logprobs": 2}
     found = ok(live, "/v1/completions", body)["choices"][0]["prompt_logprobs"]
     echo = body | {"echo": True, "prompt_logprobs": None}
@@ -267,7 +269,7 @@ def test_log_probabilities_of_the_prompt(live: Live) -> None:
     assert len(found) == len(tokens)
     for token, entry, value in zip(tokens[1:], found[1:], want["token_logprobs"][1:], strict=False):
         assert entry[str(token)]["logprob"] == pytest.approx(value)
-        assert entry[str(token)]["decoded_token"] == live.server.texts.words.text(token)
+        assert entry[str(token)]["decoded_token"] == Words(live.llm.tokenizer).text(token)
         assert len(entry) in (2, 3)
         assert sorted(e["rank"] for e in entry.values() if e["rank"]) == [1, 2]
     chat = ok(live, "/v1/chat/completions", {"messages": HI, "max_tokens": 1, "prompt_logprobs": 0})
@@ -283,7 +285,7 @@ def test_log_probabilities_of_the_prompt(live: Live) -> None:
 
 def test_a_prompt_is_cut_from_the_left(live: Live) -> None:
     words = "import os, sys, re, json, time\n" * 60
-    tokens = live.server.llm.encode(words)
+    tokens = live.llm.encode(words)
     want = ok(live, "/v1/completions", {"prompt": tokens[-9:], "max_tokens": 4, "temperature": 0})
     for prompt in (words, tokens):
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "truncate_prompt_tokens": 9}
@@ -291,7 +293,7 @@ def test_a_prompt_is_cut_from_the_left(live: Live) -> None:
         assert got["choices"][0]["text"] == want["choices"][0]["text"]
         assert got["usage"]["prompt_tokens"] == 9
         echo = ok(live, "/v1/completions", body | {"echo": True, "max_tokens": 0})
-        assert echo["choices"][0]["text"] == live.server.llm.decode(tokens[-9:])
+        assert echo["choices"][0]["text"] == live.llm.decode(tokens[-9:])
     whole = {"input": words, "truncate_prompt_tokens": -1}
     assert ok(live, "/v1/embeddings", whole)["usage"]["prompt_tokens"] == 512
     chat = {"messages": [{"role": "user", "content": words}], "truncate_prompt_tokens": -1}
@@ -440,13 +442,15 @@ def test_a_template_that_refuses_names_the_way_out(model: Path) -> None:
 
 
 def test_an_error_of_a_library_is_not_the_clients(
-    talking: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    talking_inside: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: LLM, text: str, special: bool = True) -> list[int]:
+    def fail(self: Model, text: str, special: bool = True) -> list[int]:
         raise TypeError("argument 'eos_token': 'list' object cannot be interpreted as an integer")
 
-    monkeypatch.setattr(LLM, "encode", fail)
+    monkeypatch.setattr(Model, "encode", fail)
     with caplog.at_level(logging.ERROR, "anybit.serve"):
-        answer = httpx.post(talking.url + "/v1/chat/completions", json={"messages": HI}, timeout=60)
+        answer = httpx.post(
+            talking_inside.url + "/v1/chat/completions", json={"messages": HI}, timeout=60
+        )
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert any(record.exc_info for record in caplog.records if record.name == "anybit.serve")

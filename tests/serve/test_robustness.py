@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,21 +38,21 @@ def raw_request(live: Live, body: dict, receive_buffer: int | None = None) -> so
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_vanished_client_frees_its_blocks(live: Live, stream: bool) -> None:
-    engine = live.server.llm.engine
+    engine = live.engine
     before = engine.stats.finished.get("abort", 0)
     with held(engine):
         client = raw_request(live, LONG | {"stream": stream, "n": 4})
         assert wait_for(lambda: len(engine.scheduler.running) == 4)
         client.close()
-        assert wait_for(lambda: not live.server.engine.streams)
+        assert wait_for(lambda: not live.service.open)
     assert live.idle()
     assert engine.stats.finished["abort"] == before + 4
 
 
 def test_a_client_that_leaves_before_the_answer_starts(live: Live) -> None:
     """Waiting in the queue, too, ends with the connection."""
-    engine = live.server.llm.engine
-    streams = live.server.engine.streams
+    engine = live.engine
+    streams = live.service.open
     with held(engine):
         busy = raw_request(live, LONG | {"n": 64, "stream": True})
         assert wait_for(lambda: len(engine.scheduler.running) == 64)
@@ -71,7 +72,7 @@ def test_a_slow_reader_stalls_nobody(live: Live) -> None:
     with httpx.Client(base_url=live.url, timeout=60) as client:
         answers = [client.post("/v1/completions", json=SHORT).json() for _ in range(5)]
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1
-    engine = live.server.llm.engine
+    engine = live.engine
     # The engine ends the slow reader's texts, too, though most of them is still to be sent.
     assert wait_for(lambda: not engine.requests)
     slow.settimeout(30)
@@ -91,7 +92,7 @@ def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
     with serving(llm, queue=3, queue_tokens=100) as live:
         with held(llm.engine):
             first = raw_request(live, LONG | {"n": 5})
-            assert wait_for(lambda: live.server.engine.texts == 5)
+            assert wait_for(lambda: live.service.texts == 5)
             refused = live.post("/v1/completions", SHORT)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "too many requests" in refused.json()["error"]["message"]
@@ -99,7 +100,7 @@ def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
         assert live.idle()
         with held(llm.engine):
             first = raw_request(live, LONG | {"prompt": [5] * 90})
-            assert wait_for(lambda: live.server.engine.texts == 1)
+            assert wait_for(lambda: live.service.texts == 1)
             refused = live.post("/v1/completions", SHORT | {"prompt": [5] * 20})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert live.post("/v1/completions", SHORT | {"prompt": [5] * 10}).status_code == 200
@@ -108,14 +109,14 @@ def test_too_many_requests_are_told_to_come_back(tiny: Path) -> None:
 
 
 def test_a_failing_request_fails_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = live.server.llm.engine.runner.launch
+    run = live.engine.runner.launch
 
     def fail(scheduled: list, previous: object) -> object:
         if any(s.seq.prompt == [666] for s in scheduled):
             raise RuntimeError("out of luck")
         return run(scheduled, previous)
 
-    monkeypatch.setattr(live.server.llm.engine.runner, "launch", fail)
+    monkeypatch.setattr(live.engine.runner, "launch", fail)
     answer = live.post("/v1/completions", {"prompt": [666]})
     assert answer.status_code == 500
     assert "out of luck" in answer.json()["error"]["message"]
@@ -126,29 +127,47 @@ def test_a_failing_request_fails_alone(live: Live, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(tiny)
+    """All open requests get a 500 or an error event, and front ends end by themselves."""
+    llm, told = LLM(tiny), []
 
-    def die() -> list:
-        raise SystemError("broken")
+    def serve() -> None:
+        with serving(llm) as live, ThreadPoolExecutor() as pool:
 
-    with serving(llm) as live:
-        monkeypatch.setattr(llm.engine, "step", die)
-        answer = live.post("/v1/completions", SHORT)
-        assert answer.status_code == 500
-        assert "SystemError: broken" in answer.json()["error"]["message"]
-        assert live.post("/v1/completions", SHORT).status_code == 503
-        assert httpx.get(live.url + "/health").status_code == 503
+            def die() -> list:
+                if len(live.service.open) < 2:
+                    return []
+                raise SystemError("broken")
+
+            monkeypatch.setattr(llm.engine, "step", die)
+            (process,) = [front.process for front in live.service.fronts.values()]
+            asked = [
+                pool.submit(live.post, "/v1/completions", SHORT | {"stream": stream})
+                for stream in (False, True)
+            ]
+            told.extend(answer.result() for answer in asked)
+            told.append(process.wait(10))
+
+    with pytest.raises(SystemError, match="broken"):
+        serve()
+    whole, streamed, status = told
+    assert (whole.status_code, status) == (500, 0)
+    assert "SystemError: broken" in whole.json()["error"]["message"]
+    assert events(streamed.text)[-1]["error"]["code"] == 500
 
 
 def test_a_server_that_prepares_steps_is_not_healthy_yet(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(live.server.llm.engine, "prepare", list)
-        answer = httpx.get(live.url + "/health")
-        assert answer.status_code == 503
-        assert "still starting" in answer.json()["error"]["message"]
-    assert httpx.get(live.url + "/health").status_code == 200
+    llm, prepared = LLM(tiny), threading.Event()
+    monkeypatch.setattr(llm.engine, "prepare", lambda: prepared.wait(60) or None)
+    with serving(llm, wait=False) as live:
+        try:
+            answer = httpx.get(live.url + "/health", timeout=60)
+            assert answer.status_code == 503
+            assert "still starting" in answer.json()["error"]["message"]
+        finally:
+            prepared.set()
+        assert wait_for(lambda: httpx.get(live.url + "/health").status_code == 200)
 
 
 def test_many_clients_at_once_each_get_their_own(live: Live) -> None:
@@ -203,12 +222,12 @@ SERVE = """
 import sys, torch
 torch.set_num_threads(1)
 from anybit.engine.llm import LLM
-from anybit.serve.run import bind, run
-from anybit.serve.server import Settings
+from anybit.serve.run import FrontEnds, bind, run
+from anybit.serve.settings import Settings
 model, port, grace = sys.argv[1:]
-listener = bind("127.0.0.1", int(port))
-print(listener.getsockname()[1], flush=True)
-run(LLM(model, block_size=8), Settings(("tiny",), grace=float(grace)), listener)
+with FrontEnds(bind("127.0.0.1", int(port))) as front_ends:
+    print(front_ends.listener.getsockname()[1], flush=True)
+    run(LLM(model, block_size=8), Settings(("tiny",), grace=float(grace)), front_ends)
 """
 
 
@@ -259,8 +278,9 @@ def test_kill_restart_and_graceful_shutdown(start: Callable[[int, float], Proces
     answer = lines(first.url, LONG | {"n": 128, "logprobs": 20, "stream": True})
     next(answer)
     first.kill(signal.SIGKILL)
-    with pytest.raises(httpx.TransportError):
-        list(answer)
+    rest = [line for line in answer if line]
+    assert any('"code":500' in line and "its process has ended" in line for line in rest)
+    assert rest[-1] == "data: [DONE]"
     first.process.wait(60)
 
     second = start(first.port, 60)  # the same port, at once; the grace is enough
@@ -288,5 +308,5 @@ def ended(server: Process, body: dict) -> list[str]:
     first = next(stream)
     server.kill(signal.SIGTERM)
     rest = [first, *stream]
-    assert server.process.wait(60) in (0, -signal.SIGTERM)
+    assert server.process.wait(60) == 0
     return [line for line in rest if line]

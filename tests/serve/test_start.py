@@ -2,7 +2,6 @@
 
 import json
 import logging
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ from typer.testing import CliRunner
 
 from anybit.cli.app import app as cli
 from anybit.engine.llm import LLM
-from anybit.serve.run import bind
-from anybit.serve.server import Settings
+from anybit.serve.run import FrontEnds, bind
+from anybit.serve.settings import Settings
 from tests.serve.conftest import Live, wait_for
 from tests.serve.test_limits import ask
 
@@ -31,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings of servers that commands start; none of them runs."""
     out: list[Settings] = []
 
-    def run(llm: LLM, settings: Settings, listener: socket.socket) -> None:
+    def run(llm: LLM, settings: Settings, front_ends: FrontEnds) -> None:
         out.append(settings)
 
     monkeypatch.setattr("anybit.serve.run.run", run)
@@ -98,11 +97,11 @@ def test_what_is_no_http_is_refused_as_everything_is(live: Live) -> None:
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_the_log_has_calls_and_no_files(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_calls_and_no_files(inside: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "anybit.access"):
         for path in ("/", "/page/page.js", "/page/about", "/favicon.ico", "/health", "/metrics"):
-            httpx.get(live.url + path)
-        httpx.get(live.url + "/v1/models")
+            httpx.get(inside.url + path)
+        httpx.get(inside.url + "/v1/models")
         assert wait_for(lambda: bool(calls(caplog)))  # written after the response has arrived
     assert ["GET /v1/models 200" in line for line in calls(caplog)] == [True]
 
