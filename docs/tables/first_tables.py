@@ -92,8 +92,8 @@ def first() -> str:
     return markdown(["format", "quantizer", "bits", "loss, nats", "KL"], out, words=2)
 
 
-FILES = ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_XS")  # of llama.cpp, of which the table has a line
-PACKAGES = ("HQQ", "GPTQModel", "AutoRound")
+FILES = ("Q5_K_M", "Q4_K_M", "IQ4_XS")  # of llama.cpp, of which the table has a line
+PACKAGES = ("GPTQModel", "AutoRound")
 OURS = "int4:group=64,zero, method gptq, 16 windows of 512"
 
 
