@@ -232,7 +232,8 @@ def load_draft(
         return further(loaded)
     if isinstance(draft, Loaded):
         own = draft
-        weights = next(own.model.parameters(), None)
+        model = own.model
+        weights = None if isinstance(model, Generator) else next(model.parameters(), None)
         if weights is not None and weights.device.type != device.type:
             raise InvalidInput(
                 f"the draft model is on {weights.device}, and the model on {device}; load both "

@@ -156,6 +156,7 @@ class Connection(asyncio.Protocol):
     """
 
     patience = 60.0
+    waits: Times
     waiting: list[Exchange]  # of all connections of a server: those with parts to be sent
 
     def __init__(

@@ -19,6 +19,7 @@ from anybit.engine.output import Delta
 from anybit.engine.structured import Matcher
 from anybit.errors import AnybitError, Unsupported, in_a_line
 from anybit.serve import channel
+from anybit.serve.channel import More
 from anybit.serve.metrics import Metrics
 from anybit.serve.settings import LAST, Settings
 
@@ -43,7 +44,7 @@ class Front:
     serial: int = field(default_factory=count().__next__)
     texts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    more: list[channel.More] = field(default_factory=list)
+    more: list[More] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
     refused: list[tuple[int, int, str]] = field(default_factory=list)
 
