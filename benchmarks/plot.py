@@ -25,6 +25,10 @@ from anybit.measure import bench
 ROOT = Path(__file__).parents[1]
 COLORS = ["#1b6ca8", "#c8501e", "#2a8a4a", "#7a4fa3"]
 SIZE = (6.4, 4.2)  # inches, at 14 points: as large as the text of a page that is 690 pixels wide
+NUDGED = {  # names of points that would lie on others: points from theirs, side
+    "IQ2_M": (-7, 0, "right"), "IQ4_XS": (-5, -11, "left"), "Q5_K_M": (-7, 0, "right"),
+    "GPTQModel": (3, -8, "left"), "AutoRound": (7, -1, "left"),
+}  # fmt: skip
 LEFT = ("trellis",)  # names whose right side another line crosses
 Lines = Mapping[str, Mapping[float, float]]  # name: x, y
 
@@ -38,10 +42,10 @@ def main() -> None:
     plt.rcParams.update({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False})
     draw(engine(), "sequences", "decode speed over bf16", args.out / "engine.png", level=1)
     draw(gemm(), "tokens M", "speed over cuBLAS, 16 bits", args.out / "gemm.png", level=1)
-    draw(models(), "bits a weight", "KL, nats a token", args.out / "accuracy_models.png", bits=True)
-    draw(
-        calibrated(), "bits a weight", "KL, nats a token", args.out / "accuracy_gptq.png", bits=True
-    )
+    axes = "bits a weight", "KL, nats a token"
+    draw(models(), *axes, args.out / "accuracy_models.png", bits=True)
+    draw(calibrated(), *axes, args.out / "accuracy_gptq.png", bits=True)
+    draw(quality(), *axes, args.out / "quality.png", bits=True, named=tools())
 
 
 def engine() -> Lines:
@@ -103,15 +107,59 @@ def calibrated() -> Lines:
     }
 
 
+REFINED = ("gptq-gradients+tune", "gptq-gradients+pv")
+BEST = (
+    "trellis:rotate=kn", "trellis:bits=3,rotate=kn", "trellis:bits=4,rotate=kn", "fp:e2m3", "int8",
+)  # fmt: skip
+
+
+def quality() -> Lines:
+    """The published model: anybit's format of least KL at each number of bits, by effort."""
+    rows = [r for r in read("h200_published") if r["spec"] in BEST and r["tokens"] == "59957"]
+    return {
+        "anybit, GPTQ": points(r for r in rows if r["method"] == "gptq"),
+        "refined": points(r for r in rows if r["method"] in REFINED),
+    }
+
+
+def tools() -> dict[str, Mapping[str, tuple[float, float]]]:
+    """Bits and KL of other tools' files of that model, by tool and file."""
+    others = [r for r in read("cpu_other_tools") if r["tool"].partition(" ")[0] in OTHERS]
+    return {
+        "llama.cpp": {r["file"]: point(r) for r in read("cpu_llama_cpp")},
+        "others": {OTHERS[r["tool"].partition(" ")[0]]: point(r) for r in others},
+    }
+
+
+OTHERS = {
+    "GPTQModel": "GPTQModel", "AutoRound": "AutoRound", "HQQ": "HQQ, torchao",
+    "bitsandbytes": "NF4", "optimum-quanto": "quanto",
+}  # fmt: skip
+
+
+def point(row: Mapping[str, str]) -> tuple[float, float]:
+    return float(row["bits"]), float(row["kl"])
+
+
 def points(rows: object) -> dict[float, float]:
     found = {float(row["bits"]): float(row["kl"]) for row in rows}  # type: ignore[attr-defined]
     return dict(sorted(found.items()))
 
 
 def draw(
-    lines: Lines, x: str, y: str, path: Path, level: float | None = None, bits: bool = False
+    lines: Lines,
+    x: str,
+    y: str,
+    path: Path,
+    level: float | None = None,
+    bits: bool = False,
+    named: Mapping[str, Mapping[str, tuple[float, float]]] | None = None,
 ) -> None:
-    """One picture. level: a dashed line, of what is compared with. bits: KL on a log axis."""
+    """One picture.
+
+    level: a dashed line, of what is compared with. bits: KL on a log axis. named: points beside
+    the lines, by group and name.
+    """
     figure, axes = plt.subplots(figsize=SIZE)
     if level is not None:
         axes.axhline(level, color="0.5", linestyle="--", linewidth=1)
@@ -129,6 +177,16 @@ def draw(
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.25)
     name_lines(axes, lines)
+    for color, (group, found) in zip(COLORS[len(lines) :], (named or {}).items(), strict=False):
+        axes.plot(*zip(*found.values(), strict=True), "D", color=color, markersize=5, label=group)
+        for name, at in found.items():
+            x, y, side = NUDGED.get(name, (7, 0, "left"))
+            axes.annotate(
+                name, at, (x, y), textcoords="offset points", color=color, fontsize=10, ha=side,
+                va="center",
+            )  # fmt: skip
+    if named:
+        axes.legend(frameon=False, handletextpad=0.1, fontsize=12)
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)
     print(path)

@@ -37,6 +37,7 @@ from anybit.engine.sequence import SamplingParams
 from anybit.serve.channel import Add
 from anybit.serve.events import dumps, event
 from anybit.serve.run import FrontEnds, bind, service_of
+from anybit.serve.service import Service
 from anybit.serve.settings import Settings
 from anybit.serve.streams import Stream
 
@@ -215,6 +216,7 @@ def main() -> None:
         runner.marks = lambda: [
             time.monotonic(), time.process_time(), sum(map(spent, processes)),
         ]  # fmt: skip
+        hold(service, runner)
         body = json.dumps(ask).encode()
         process = multiprocessing.get_context("spawn").Process(
             target=client, args=(theirs, port, PATHS[given.path], body, given.streams)
@@ -234,6 +236,19 @@ def main() -> None:
         f"client {spent_there / max(events, 1) * 1e6:.1f} us a token, "
         f"{size / max(events, 1):.0f} bytes"
     )
+
+
+def hold(service: Service, runner: Fast) -> None:
+    """Let no step run before all streams are there."""
+    step = service.engine.step
+
+    def held() -> list[Delta]:
+        if service.texts < runner.streams and not runner.begun:
+            time.sleep(0.001)
+            return []
+        return step()
+
+    service.engine.step = held  # type: ignore[method-assign]
 
 
 def engine_side(llm: LLM, ids: list[int], streams: int, steps: int = 200) -> None:

@@ -37,7 +37,7 @@ class Only:
     def __init__(self, tests: Sequence[str], seconds: float, names: Iterable[str] = ()):
         self.names = word(names)
         self.places = {ROOT / test: place for place, test in enumerate(tests)}
-        self.end = time.monotonic() + seconds
+        self.seconds, self.end = seconds, float("inf")
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         other = collection_path.name.startswith("test_") and collection_path not in self.places
@@ -47,10 +47,11 @@ class Only:
         items.sort(
             key=lambda item: (not self.names.search(item.nodeid), self.places[item.path]),
         )
+        self.end = time.monotonic() + self.seconds  # of tests, not of what they import
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if time.monotonic() > self.end:
+        if time.monotonic() >= self.end:
             pytest.skip("the time is up")
 
 

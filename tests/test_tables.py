@@ -55,28 +55,38 @@ def test_tables_equal_the_measurements():
 def test_every_table_stands_on_a_page():
     text = "".join(path.read_text() for path in fill.pages())
     named = re.findall(r"<!-- (\w+), written by docs/tables/fill.py -->", text)
-    named.remove("first")  # README.md and the site's first page
+    named.remove("cards")  # README.md and docs/formats.md
     assert sorted(named) == sorted(fill.tables())
     assert all(fill.tables().values())
 
 
-def test_the_first_table_has_the_numbers_of_the_pages_behind_it():
+def test_the_first_page_has_the_numbers_of_the_pages_behind_it():
     """One number for one quantity: each stands in the table that its page shows."""
     benchmarks = (ROOT / "docs/benchmarks.md").read_text()
     accuracy = (ROOT / "docs/accuracy.md").read_text()
-    codebooks = (ROOT / "docs/papers/codegemm.md").read_text()
-    rows = [row.split("|")[1:-1] for row in first_tables.first().splitlines()[2:]]
-    assert [row[0].strip() for row in rows] == [row[0] for row in first_tables.FIRST]
-    for name, _, small, own, gpu, cpu in ([cell.strip() for cell in row] for row in rows):
-        rate = gpu.partition(" ")[0]
-        pages = benchmarks + codebooks if "2 bits" in name else benchmarks
-        assert f"| {rate} |" in pages
-        if name != "`bf16`":
-            assert f"| {own} ± " in accuracy
-        if small not in ("0", first_tables.NOT_RUN):
-            assert f"| {small} ± " in accuracy
-        if cpu != first_tables.NOT_RUN:
-            assert f"| {cpu} |" in benchmarks
+    for row in first_tables.first().splitlines()[2:]:
+        assert row.split("|", 3)[3] in accuracy  # all behind the names
+    for row in first_tables.speed().splitlines()[2:]:
+        name, _, one, many = (cell.strip() for cell in row.split("|")[1:-1])
+        line = next(x for x in benchmarks.splitlines() if x.startswith(f"| {name.strip('`')} |"
+                    if name == "`bf16`" else f"| {name} | bf16 |"))  # fmt: skip
+        assert f"| {one.partition(' ')[0]} |" in line
+        assert f"| {many.partition(' ')[0]} |" in line
+
+
+def test_other_tools_stand_beside():
+    lines = first_tables.beside().splitlines()[2:]
+    assert len(lines) == len(first_tables.FILES) + len(first_tables.PACKAGES) + 1
+    assert "| anybit, `gptq` | 4.38 | 0.0618 | 0.0897 |" in lines
+
+
+def test_a_card_holds_the_weights_and_a_cache():
+    """8B in int8 has 9.1 GB, 8,192 tokens 1.07: they fit in 90 % of 12 GB and not of 11."""
+    model = first_tables.LLAMA_8B
+    assert model.cached * 2 * first_tables.TOKENS == 1_073_741_824
+    assert first_tables.most(model, 12) == "8 bits, 9.1"
+    assert first_tables.most(model, 11) == "6 bits, 7.3"
+    assert first_tables.most(model, 3) == "-"
 
 
 def test_sizes_are_those_of_the_engine():
@@ -84,7 +94,7 @@ def test_sizes_are_those_of_the_engine():
     rows = [r for r in results.read("h200_engine_steps") if "+" not in r["format"]]
     for row in rows:
         if row["format"] != "trellis":  # whose bits depend on nothing but its name
-            assert first_tables.gigabytes(row["format"]) == pytest.approx(
+            assert first_tables.LLAMA_8B.gigabytes(row["format"]) == pytest.approx(
                 float(row["weights_gb"]), abs=0.02
             )
     assert rows
@@ -92,16 +102,17 @@ def test_sizes_are_those_of_the_engine():
 
 def test_a_speed_is_over_the_bf16_of_its_run(folder):
     (folder / "h200_engine_steps.csv").write_text(STEPS.format(us=2000))
-    assert first_tables.gpu_speed("fp6") == "500 (2.0x)"
-    assert first_tables.gpu_speed("bf16") == "250"
-    assert first_tables.gpu_speed("int4") == first_tables.NOT_RUN
+    assert first_tables.rate("fp6") == "500 (2.0x)"
+    assert first_tables.rate("bf16") == "250"
+    assert first_tables.rate("int4") == first_tables.NOT_RUN
     assert "| `fp6` | bf16 | 2.00 | 500 | 2.00x |" in engine_tables.engine_steps()
     assert "| `fp6` | int8 | 1.00 | 1,000 | 4.00x |" in engine_tables.engine_steps()
 
 
-def test_a_star_is_said_where_a_loss_is_of_another_format():
-    for _, _, spec, (small, _, star), _ in first_tables.HARDWARE:
-        assert bool(star) == (small != spec)
+def test_a_star_is_said_where_a_loss_is_of_another_text():
+    cells = [line.split("|") for line in first_tables.hardware().splitlines()[2:]]
+    stars = {row[2].strip() for row in cells if row[5].strip().endswith("*")}
+    assert stars == {"`int4:group=32`, calibrated"}
 
 
 def test_traffic_keeps_every_row(folder):
@@ -288,7 +299,7 @@ def test_experts_stand_with_their_model(folder):
     assert "at worst 0.95 times as fast (Qwen3-30B-A3B 2048x768, M=16, humming)" in text
 
 
-@pytest.mark.parametrize("name", ["engine", "gemm", "models", "calibrated"])
+@pytest.mark.parametrize("name", ["engine", "gemm", "models", "calibrated", "quality"])
 def test_a_picture_has_at_most_four_lines(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     lines = getattr(importlib.import_module("plot"), name)()

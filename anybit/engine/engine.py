@@ -66,6 +66,7 @@ class Engine:
         self.stats, self.observer = Stats(), Observer()
         self.served = False  # by a server, whose thread is then the one
         self.prepare: Callable[[], None] | None = None  # what is still to be done before it serves
+        self.spare: Callable[[Callable[[], bool]], bool] | None = None  # see `idle`
         self.ready_at = (0, 0)  # kernels and graphs there were when it was ready
 
     def prepared(self) -> None:
@@ -73,6 +74,11 @@ class Engine:
         if self.prepare is not None:
             self.prepare()
             self.prepare = None
+
+    def idle(self, wanted: Callable[[], bool]) -> None:
+        """Do what makes later steps faster while there are no requests, until `wanted` says so."""
+        if self.spare is not None and not self.busy and self.spare(wanted):
+            self.spare = None
 
     def matchers(self, params: SamplingParams, tried: Tried | None = None) -> tuple[Matcher, ...]:
         """A matcher for each text of a request, compiled; any thread may ask. () without a grammar.

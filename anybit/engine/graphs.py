@@ -7,10 +7,12 @@ graph, launching a prompt takes the host longer than its products take the GPU (
 for 512 tokens, of which the GPU works 9).
 """
 
+import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -201,6 +203,8 @@ class StepGraphs:
 
     Attributes:
         captures: Graphs that were captured so far.
+        reads: Whether steps with prompts run by graphs. On a CPU those of a server do; a call's
+            prompts, which wait for nobody, run as they are.
     """
 
     def __init__(
@@ -229,6 +233,7 @@ class StepGraphs:
         self.heads: dict[int, tuple[Repeated, Tensor]] = {}  # recorded, and what they read
         self.pool: Any = None
         self.captures = 0
+        self.reads = self.written.copied is not None
 
     @property
     def graphs(self) -> dict[int, tuple[Graph, Tensor]]:
@@ -237,13 +242,11 @@ class StepGraphs:
 
     def replace(self, model: Decoder) -> None:
         """Go on with another model; what was captured knows the old one's memory."""
-        self.model, prepared = model, bool(self.heads)
+        self.model = model
         for rows in filter(None, (self.written, self.drafted, self.prompts)):
             rows.graphs.clear()
         self.heads.clear()
         self.pool = None  # it ends with the last of its graphs, and torch refuses to capture there
-        if prepared:
-            self.capture_all()
 
     def capture_all(self, show_progress: bool | None = None) -> dict[int, float]:
         """Capture every graph, the largest first, whose memory the others share.
@@ -252,10 +255,6 @@ class StepGraphs:
             Seconds of a step that reads a prompt from its beginning, by its size.
         """
         todo, seconds = self._todo(), {}
-        if not self.written.copied:  # what is made at first use is no part of a recording
-            rows, size = todo[-1]
-            rows.fill(size, [])
-            self._forward(rows, size)
         with progress("preparing steps", len(todo), show_progress) as step:
             for rows, size in todo:
                 rows.fill(size, [])
@@ -263,51 +262,61 @@ class StepGraphs:
                 if rows is self.prompts:
                     seconds[size] = self._seconds(rows, size, self._prompts_of(size, rows))
                 step(1)
-        if self.prompts and not self.prompts.copied:
-            head = self._record_heads(self._replay(self.prompts, self.prompts.sizes[0]))
-            seconds = {size: body + head for size, body in seconds.items()}
         return seconds
 
-    def _record_heads(self, hidden: Tensor) -> float:
-        """Record logits of hidden states such as these, alone; seconds of the smallest."""
-        record = family_of(hidden.device).record
+    def warm(self) -> None:
+        """Run a step of one token: what is made at first use is no part of a recording."""
+        self.written.fill(self.sizes[0], [])
+        self._forward(self.written, self.sizes[0])
+
+    def unrecorded(self) -> Iterator[Callable[[], object]]:
+        """Calls that record what a CPU replays and no step has recorded, those used most first.
+
+        Texts by their number, then prompts. A call that ends in an error has recorded nothing.
+        """
         for size in self.sizes:
-            given = hidden.new_zeros(size, hidden.shape[1])
+            if size not in self.written.graphs:
+                yield partial(self._record_empty, self.written, size)
+        if self.prompts is None or not self.reads:
+            return
+        for size in self.prompts.sizes:
+            if size not in self.prompts.graphs:
+                yield partial(self._record_empty, self.prompts, size)
+        for size in self.sizes:
+            if size not in self.heads:
+                yield partial(self._record_empty_head, size)
 
-            pairs = None
-            if self.model.exact_answers:
-                pairs = Pairs(torch.tensor([size], dtype=torch.int32), size, 2 * size)
+    def _record_empty(self, rows: Rows, size: int) -> None:
+        rows.fill(size, [])
+        self._record(rows, size)
 
-            def work(given: Tensor = given, pairs: Pairs | None = pairs) -> Tensor:
-                with ANSWERS.within(pairs):
-                    return self.model.logits(given)
-
-            self.heads[size] = record(work, op.FUNCTIONS), given
-        return fastest(self.heads[self.sizes[0]][0].replay)
-
-    def costs(self) -> tuple[dict[int, float], float, float]:
-        """What `Pace` asks of captured steps: `plain`, `pair` and `extra`."""
+    def _record_empty_head(self, size: int) -> None:
         assert self.prompts is not None
-        rows, plain = self.prompts, {n: self._seconds(self.written, n, []) for n in self.sizes}
-        few, many = rows.sizes[0], rows.sizes[-1]
-        before = min(self.model.length, rows.width * rows.block_size, FAR) - many
-        if before <= 0:
-            return plain, 0.0, 0.0
-        more = [
-            self._seconds(rows, size, self._prompts_of(size, rows, before))
-            - self._seconds(rows, size, self._prompts_of(size, rows))
-            for size in (few, many)
-        ]
-        each = (more[1] - more[0]) / (many - few)
-        if each <= 0:  # too few tokens to be seen
-            return plain, 0.0, 0.0
-        return plain, each / before, max(more[0] / each - few, 0.0)
+        _, hidden = next(iter(self.prompts.graphs.values()))
+        self._record_head(size, hidden)
+
+    def _record(self, rows: Rows, size: int) -> Tensor:
+        """Run a step and keep it as a recording."""
+        rows.graphs[size] = self._capture(rows, size)
+        self.captures += 1
+        return rows.graphs[size][1]
+
+    def _record_head(self, size: int, hidden: Tensor) -> None:
+        """Record logits of so many hidden states such as these."""
+        given, pairs = hidden.new_zeros(size, hidden.shape[1]), None
+        if self.model.exact_answers:
+            pairs = Pairs(torch.tensor([size], dtype=torch.int32), size, 2 * size)
+
+        def work() -> Tensor:
+            with ANSWERS.within(pairs):
+                return self.model.logits(given)
+
+        self.heads[size] = family_of(hidden.device).record(work, op.FUNCTIONS), given
+        self.captures += 1
 
     def _seconds(self, rows: Rows, size: int, scheduled: list[Scheduled]) -> float:
         """What a step of a captured size takes."""
         rows.fill(size, scheduled)
-        if not rows.copied:
-            return fastest(partial(self._replay, rows, size))
         torch.cuda.synchronize()
         start = time.perf_counter()
         self._replay(rows, size)
@@ -351,14 +360,6 @@ class StepGraphs:
             out.append(Scheduled(seq, first, tokens, True))
         return [s for s in out if s.tokens > 1]
 
-    @property
-    def reads(self) -> bool:
-        """Whether steps with prompts run by graphs: on a CPU, if they were all recorded before.
-
-        A recording runs the step as it is, which takes much longer.
-        """
-        return self.written.copied is not None or bool(self.heads)
-
     def can_write(self, scheduled: list[Scheduled]) -> bool:
         """Whether a graph takes a step: one token for each sequence, sampled, and drafts."""
         return sum(s.sampled for s in scheduled) <= self.sizes[-1] and all(
@@ -397,8 +398,10 @@ class StepGraphs:
         None where no recording takes so many.
         """
         size = self.written.size_of(len(rows))
-        if size not in self.heads:
+        if self.written.copied or size > self.sizes[-1]:
             return None
+        if size not in self.heads:
+            self._record_head(size, hidden)
         recording, given = self.heads[size]
         torch.index_select(hidden, 0, torch.tensor(rows), out=given[: len(rows)])
         recording.replay()
@@ -406,6 +409,9 @@ class StepGraphs:
 
     def _run(self, scheduled: list[Scheduled], rows: Rows, tokens: Tensor | None = None) -> Tensor:
         size = rows.size(scheduled)
+        if size not in rows.graphs and not rows.copied:  # its recording is the step
+            rows.fill(size, scheduled, tokens)
+            return self._record(rows, size)[: rows_of(scheduled)]
         if size not in rows.graphs:  # it runs before it is captured, and no state advances twice
             rows.fill(size, [])
             self._replay(rows, size)
@@ -414,8 +420,7 @@ class StepGraphs:
 
     def _replay(self, rows: Rows, size: int) -> Tensor:
         if size not in rows.graphs:
-            rows.graphs[size] = self._capture(rows, size)
-            self.captures += 1
+            self._record(rows, size)
         graph, out = rows.graphs[size]
         graph.replay()
         return out
@@ -431,7 +436,7 @@ class StepGraphs:
             work()  # compiles what is not yet; also the batch's own K and V
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with no_garbage(), torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
             out = work()
         self.pool = self.pool or graph.pool()
         return graph, out
@@ -444,14 +449,16 @@ class StepGraphs:
             return hidden if reads else self.model.logits(hidden)
 
 
-def fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of three runs: what else a CPU does is not the work's."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """No search for garbage inside: a capture fails where an older engine's memory is freed."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def prompt_sizes(tokens: int) -> tuple[int, ...]:

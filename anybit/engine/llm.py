@@ -77,8 +77,8 @@ class LLM(Language):
     max_itl: milliseconds that a step with a prompt may take while other sequences run, which bounds
         the time between their tokens. "auto": 20 on a GPU, and on a CPU 1.5 times what a step
         without prompts takes. On a GPU all kernels are compiled and all graphs captured before
-        anything is asked, which takes seconds; on a CPU steps are recorded and bounded once a
-        server runs. With None nothing is bounded, and all of that happens at first use.
+        anything is asked, which takes seconds; on a CPU a server records steps as they come and
+        between requests. With None nothing is bounded, and all of that happens at first use.
     kernels: a file of `anybit build --pack`, whose kernels are then not compiled here. It is code
         that the process runs: only take one that you trust.
 

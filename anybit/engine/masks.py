@@ -72,7 +72,7 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], None]:
         if jobs:
             executor.unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
         for at in alone:
-            matchers[at].fill(bits[at])
+            matchers[at].fill(bits[at], 1 / len(matchers))
 
     job = thread.submit(work)  # also what has failed is done before the next
     started.wait()  # Python's lock is free only when the masks are on their way

@@ -1,8 +1,8 @@
 """How many tokens of prompts a step takes beside texts that are being written.
 
-Steps of some sizes are timed before the first request. A step with prompts takes as long as one
-without, and what its size and the tokens before its own add to that. On a CPU all of this is
-followed from step to step, since other work there changes it.
+On a GPU, steps of some sizes are timed before the first request. A step with prompts takes as long
+as one without, and what its size and the tokens before its own add to that. On a CPU all of this is
+learned from the steps that run, since other work there changes it.
 """
 
 import math
@@ -15,6 +15,7 @@ FACTOR = 1.5  # of a step without prompts, that one with prompts may take
 REST = 16  # steps with prompts, after which one without shows what that takes
 SLOWEST = 6  # times as long as in the largest step beside texts that a prompt may take
 LEAST = 1 / 32  # of a step without prompts, that any prompt is taken to add
+NEXT = 1 / 8  # of a step of one token, that another is taken to add until steps have shown it
 
 
 def mixed(old: float, new: float) -> float:
@@ -73,6 +74,7 @@ class Pace:
         seconds: Of a step that reads a prompt from its beginning, by its size.
         limit: Seconds that a step may take; None: FACTOR times one without prompts.
         plain: Seconds of a step without prompts by its texts, where steps go on being timed.
+        guessed: Whether all seconds are multiples of an unknown time, which a step will show.
         pair: Seconds of a token for each one before it.
         extra: Tokens that take as long as to read what is before the first one in a step.
         least: Tokens of prompts that a step takes in any case.
@@ -82,13 +84,13 @@ class Pace:
     def __init__(
         self, seconds: Mapping[int, float], limit: float | None,
         plain: Mapping[int, float] | None = None, pair: float = 0.0, extra: float = 0.0,
-        least: int = 1, each: int = 1,
+        least: int = 1, each: int = 1, guessed: bool = False,
     ):  # fmt: skip
         self.seconds, self.limit = dict(sorted(seconds.items())), limit
         self.pair, self.extra, self.least, self.each = pair, extra, max(least, each), each
         self.first = dict(plain or {0: 0.0})
         self.plain = dict(self.first)
-        self.follows = plain is not None
+        self.follows, self.guessed = plain is not None, guessed
         self.factor = 1.0  # of what prompts add, by what steps have taken lately
         self.rest = 0  # steps with prompts since one without
 
@@ -102,7 +104,7 @@ class Pace:
         each, taken = self.each, texts * self.each
         if self.follows and (not captured or texts > max(self.first)):
             return Budget(taken + max(self.seconds), texts, each)
-        if self.rest >= REST:
+        if self.rest >= REST or (self.guessed and self.limit is not None):
             return Budget(taken, texts, each)
         sizes = [size for size in self.seconds if size >= taken + self.least]
         if not sizes:
@@ -130,7 +132,10 @@ class Pace:
 
         prompts: tokens of each, and those before them.
         """
-        if not prompts:
+        if self.guessed:
+            if not prompts:
+                self._scale(seconds / near(self.plain, texts))
+        elif not prompts:
             self.plain[texts] = mixed(near(self.plain, texts), seconds)
             self.rest = 0
         elif 0 < texts <= max(self.first):
@@ -142,6 +147,12 @@ class Pace:
                 more = self._cost(size, texts, reads) / self.factor
                 ratio = (seconds - near(self.plain, texts)) / more
                 self.factor = mixed(self.factor, max(ratio, 0.25))
+
+    def _scale(self, by: float) -> None:
+        """Take what was guessed for so many seconds."""
+        self.guessed, self.rest, self.pair = False, 0, self.pair * by
+        for times in (self.seconds, self.first, self.plain):
+            times.update({n: by * time for n, time in times.items()})
 
     def _cost(self, size: int, texts: int, reads: float) -> float:
         """Seconds that prompts add to a step that becomes so large."""

@@ -1,6 +1,7 @@
 """What an engine does before its first request, so that none waits for a compiler or a capture."""
 
 import logging
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from anybit.engine.graphs import StepGraphs
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.pace import Pace
 from anybit.engine.sequence import SamplingParams
+from anybit.engine.spare import learned, record
 from anybit.kernels import compilations
 from anybit.kernels.ahead import Missing, build_for, collected
 
@@ -34,6 +36,9 @@ ALONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 def make_ready(engine: Engine, max_itl: float | None) -> None:
     """Capture all graphs, compile all kernels, and choose how many tokens of prompts go in a step.
 
+    On a CPU a step of one token runs. Steps are recorded by requests and between them, and their
+    times are those that requests take.
+
     Args:
         engine: Without requests.
         max_itl: Seconds that a step with a prompt may take while other sequences are being written;
@@ -42,19 +47,25 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
     runner, scheduler = engine.runner, engine.scheduler
     if not isinstance(runner, ModelRunner) or runner.graphs is None:
         return
-    compilations.watch()
     drafter = engine.speculation.drafter if engine.speculation else None
+    every = [runner.graphs]
+    if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
+        every.append(drafter.runner.graphs)
+    if not runner.overlaps:
+        with torch.inference_mode():
+            runner.graphs.warm()
+        if runner.graphs.prompts is not None:
+            runner.graphs.reads = True
+            scheduler.pace = learned(runner.graphs, max_itl, scheduler.each)
+        engine.spare = partial(record, every)
+        return
+    compilations.watch()
     with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
-        seconds = captured(runner.graphs)
-        if seconds and runner.overlaps:
+        seconds, *_ = map(captured, every)
+        if seconds:
             least = scheduler.blocks.block_size
             scheduler.pace = Pace(seconds, max_itl or GPU_ITL, least=least, each=scheduler.each)
-        elif seconds:
-            scheduler.pace = Pace(seconds, max_itl, *runner.graphs.costs(), each=scheduler.each)
-        if isinstance(drafter, DraftModel) and drafter.runner.graphs is not None:
-            captured(drafter.runner.graphs)
-    if runner.overlaps:
-        rehearse(engine, runner.graphs)
+    rehearse(engine, runner.graphs)
     engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 

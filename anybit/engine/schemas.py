@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from anybit.errors import InvalidInput
 
@@ -29,6 +30,11 @@ FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
      "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
      "json-pointer", "relative-json-pointer", "regex")
+)  # fmt: skip
+KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
+    (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"),
+    (list | tuple, "array"), (dict, "object"),
 )  # fmt: skip
 INT64 = 2**63
 LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
@@ -126,21 +132,81 @@ class Rewriter:
     def resolved(self, schema: Any) -> Any:
         """What a schema refers to in this document, if it does nothing but that."""
         for _ in range(8):
-            ref = schema.get("$ref") if isinstance(schema, dict) else None
-            if not isinstance(ref, str) or ref[:2] != "#/" or schema.keys() - NOTES != {"$ref"}:
+            if not isinstance(schema, dict) or schema.keys() - NOTES != {"$ref"}:
                 break
-            found: Any = self.root
-            for part in ref[2:].split("/"):
-                part = part.replace("~1", "/").replace("~0", "~")
-                found = found.get(part) if isinstance(found, dict) else None
-            schema = found
+            schema = target(schema["$ref"], self.root)
         return schema
+
+
+def target(ref: Any, root: Any) -> Any:
+    """What a reference names in a document; None if it is of another document, or names nothing."""
+    if ref == "#":
+        return root
+    if not isinstance(ref, str) or ref[:2] != "#/":
+        return None
+    found = root
+    for part in unquote(ref[2:]).split("/"):
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def followed(schema: Any, root: Any) -> list[dict[str, Any]]:
+    """A schema, and those that it refers to or has as parts or options, each once."""
+    out: list[dict[str, Any]] = []
+    todo = [schema]
+    while todo:
+        part = todo.pop(0)
+        if isinstance(part, dict) and not any(part is other for other in out):
+            out.append(part)
+            todo.append(target(part.get("$ref"), root))
+            for key in ("allOf", "anyOf", "oneOf"):
+                options = part.get(key)
+                todo += options if isinstance(options, list) else []
+    return out
+
+
+def kinds(schema: Any, root: Any, refs: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The types of JSON that values of a schema in a document may have; all that are not excluded.
+
+    root: the document, for references. refs: those that have led here.
+    """
+    if schema is False:
+        return frozenset()
+    found = KINDS
+    if not isinstance(schema, dict):
+        return found
+    ref, types = schema.get("$ref"), schema.get("type")
+    if isinstance(ref, str) and ref not in refs:
+        found &= kinds(target(ref, root), root, refs | {ref})
+    if isinstance(types, str | list):
+        found &= frozenset([types] if isinstance(types, str) else map(str, types))
+        found |= {"integer"} if "number" in types else frozenset()
+    for key in ("anyOf", "oneOf"):
+        options = schema.get(key)
+        if isinstance(options, list):
+            found &= frozenset().union(*(kinds(option, root, refs) for option in options))
+    parts = schema.get("allOf")
+    for part in parts if isinstance(parts, list) else ():
+        found &= kinds(part, root, refs)
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    return found & frozenset(map(kind, listed)) if isinstance(listed, list) else found
+
+
+def kind(value: Any) -> str:
+    """The type of JSON that a value of Python has."""
+    if isinstance(value, float) and value.is_integer():
+        return "integer"
+    return next((name for types, name in PYTHON if isinstance(value, types)), "")
 
 
 def constants(schema: Any) -> dict[str, set[str]]:
     """The strings that each required property of an object may be, where they are listed."""
     if not isinstance(schema, dict) or schema.get("type") != "object":
-        return {}
+        return {}  # what is no object would not be told apart
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict) or not isinstance(required, list):
         return {}

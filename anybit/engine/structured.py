@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
-# Others wait while a mask is computed: after some seconds, a grammar's may take so long each.
+# Others wait while masks are computed. One may take so long, and all that take longer together only
+# some seconds more than that in each step.
 SECONDS, MASK = 1.0, 5e-3
 # Texts that copy a compiled grammar share its lock. So one that takes no more seconds to compile is
 # compiled again for every few, up to twice for each thread that computes masks.
@@ -125,22 +126,21 @@ class Tried:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Compiled:
     """A grammar that was tried. error: why it is refused, or "".
 
     tried: what may be compiled, if it may be. again: compiles it for another lane; None if that
-    takes long. masks: that were timed, and have taken `seconds` of processor time, the last one
-    `last`.
+    takes long. last: seconds of processor time that the last mask took that was timed. debts: of it
+    and of all others, in seconds that masks have taken beyond their part of their steps.
     """
 
     error: str
     tried: Tried
     lanes: list[Lane] = field(default_factory=list)
     again: Callable[[], tuple[Any, float]] | None = None
-    masks: int = 0
-    seconds: float = 0.0
     last: float = math.inf
+    debts: "WeakKeyDictionary[Compiled, float]" = field(default_factory=WeakKeyDictionary)
 
     def lane(self) -> Lane:
         """The one for a new text."""
@@ -150,12 +150,23 @@ class Compiled:
             self.lanes.append(lane)
         return lane
 
-    def computed(self, seconds: float) -> None:
-        """Note the time of a mask; refuse the grammar from now on if they take too long."""
-        self.masks, self.seconds, self.last = self.masks + 1, self.seconds + seconds, seconds
-        if self.seconds > SECONDS and self.seconds > MASK * self.masks and not self.error:
-            each = self.seconds / self.masks * 1e3
-            self.error = f"a token of it takes {each:.0f} ms; make it less ambiguous"
+    def computed(self, seconds: float, share: float = 1.0) -> None:
+        """Note the time of a mask, which has this share of its step's.
+
+        Once all grammars together owe too much, each that owes as much as they do on average is
+        refused. Quick masks pay back. A first one owes nothing: it makes what the next find made.
+        """
+        first, self.last = self.last == math.inf, seconds
+        owed = seconds - (MASK * share if seconds > MASK else MASK)
+        debt = 0.0 if first else max(self.debts.get(self, 0.0) + owed, 0.0)
+        self.debts.pop(self, None)
+        if not debt:
+            return
+        all_debts = [debt, *self.debts.values()]
+        if sum(all_debts) > SECONDS and debt * len(all_debts) >= sum(all_debts):
+            self.error = f"a token of it takes {seconds * 1e3:.0f} ms; make it less ambiguous"
+        else:
+            self.debts[self] = debt
 
 
 def digest(kind: str, text: str) -> bytes:
@@ -169,6 +180,20 @@ def timed(tokens: Any, kind: str, text: str) -> tuple[Any, float]:
     return compiled(tokens, kind, text), time.thread_time() - begun
 
 
+def by_number(tokenizer: Any) -> dict[str, int]:
+    """Texts and numbers of the tokens that a grammar names by number, and never by their text.
+
+    Those are special tokens, and for llguidance also added ones of the form `<...>`, whether they
+    are special or not: Qwen's `<tool_call>` is not.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {
+        entry.content: token
+        for token, entry in added.items()
+        if entry.special or (entry.content.startswith("<") and entry.content.endswith(">"))
+    }
+
+
 class Grammars:
     """Compiles grammars for one tokenizer, in any thread, after a child has survived the same.
 
@@ -177,12 +202,12 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int, eos: frozenset[int]):
         self.tokenizer, self.vocabulary, self.eos = tokenizer, vocabulary, eos
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {entry.content: i for i, entry in added.items() if entry.special}
+        self.special = by_number(tokenizer)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # by a digest of the text
         # What requests hold, so that the engine, too, finds it, however many there are.
         self._found: WeakKeyDictionary[Structured, Compiled] = WeakKeyDictionary()
+        self._debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
         self._trial: Trial | None = None
         self._tokens: Any = None
 
@@ -213,7 +238,7 @@ class Grammars:
         with self._lock:
             found = self._found.get(structured)
         if found is None and tried is not None:
-            found = self._kept(tried.kind, tried.text) or Compiled("", tried)
+            found = self._kept(tried.kind, tried.text) or Compiled("", tried, debts=self._debts)
             self._keep(tried.kind, tried.text, found)
         elif found is None:
             kind, text = structured.source(self.special)
@@ -230,7 +255,7 @@ class Grammars:
         answer = trial.judge(kind, text)  # without the lock, for which the engine may wait
         if kind == "gbnf" and not answer["error"]:
             kind, text = "lark", answer["lark"]
-        return Compiled(answer["error"], Tried(kind, text, answer["size"]))
+        return Compiled(answer["error"], Tried(kind, text, answer["size"]), debts=self._debts)
 
     def _compile(self, found: Compiled) -> None:
         with self._lock:
@@ -315,12 +340,15 @@ class Matcher:
         self.fresh, self.thinking = structured.think is not None, structured.thinking
         self.ended, self.error = False, ""
 
-    def fill(self, bits: "Tensor") -> None:
-        """Set the bits (words,) int32 of the tokens that may come next, and clear the others."""
+    def fill(self, bits: "Tensor", share: float = 1.0) -> None:
+        """Set the bits (words,) int32 of the tokens that may come next, and clear the others.
+
+        share: the part of a step's time for masks that this one may take.
+        """
         if not self.found.error:
             begun, size = time.thread_time(), bits.numel() * bits.element_size()
             self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), size)
-            self.found.computed(time.thread_time() - begun)
+            self.found.computed(time.thread_time() - begun, share)
 
     def filled(self, bits: "Tensor") -> None:
         """Look for errors, and allow thoughts to begin."""

@@ -96,7 +96,7 @@ class Transformers:
             self.hardware["device"] = torch.cuda.get_device_name(self.device)
 
     def __call__(self, ids: Tensor) -> Any:
-        return self.model(ids)
+        return self.model(ids.to(self.device))  # which another engine may have elsewhere
 
     def encode(self, text: Text) -> Tensor:
         return encode(self.tokenizer, text)

@@ -230,7 +230,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.state.connections.discard(self)  # type: ignore[arg-type]
+        self.state.connections.discard(self)
         self._unwatch()
         self._unstick()
         if self.probe is not None:
@@ -290,7 +290,8 @@ class Connection(asyncio.Protocol):
     # The parser calls these.
 
     def on_message_begin(self) -> None:
-        self.target, self.headers, self.head = b"", [], True
+        self.target, self.head = b"", True
+        self.headers: list[tuple[bytes, bytes]] = []
 
     def on_url(self, target: bytes) -> None:
         self.target += target
@@ -320,7 +321,7 @@ class Connection(asyncio.Protocol):
         # Where both tell a body's length, something in front of this server may believe the other.
         both = b"transfer-encoding" in fields and b"content-length" in fields
         keep = version == "1.1" and self.parser.should_keep_alive() and not both
-        scope = {
+        scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": version, "server": self.ends[0], "client": self.ends[1],
             "scheme": "http", "root_path": "", "method": method.decode("ascii"),

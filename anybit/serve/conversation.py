@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Structured
+from anybit.engine.structured import Structured, by_number
 from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.serve.harmony import Harmony
 from anybit.serve.model import Model
 from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool
-from anybit.serve.reading import Harmony, Plain, Reader, Thoughts
+from anybit.serve.reading import Plain, Reader, Thoughts
 from anybit.serve.texts import Job, room
 from anybit.serve.tools import FAMILIES, Either, Family, family_of
 
@@ -52,7 +53,7 @@ class Dialect:
         marks = (*(self.family.marks if self.family else ()), *(self.think or ()))
         # What a special token says is shown, or readers would not find it.
         self.shown = tuple(special[mark] for mark in marks if special.get(mark) in llm.special)
-        self.special = llm.special
+        self.numbered = by_number(llm.tokenizer)
 
     def prepare(self, body: ChatRequest, params: SamplingParams, job: Job) -> Prepared:
         """Render, tokenize, compile; InvalidInput for what this model's template does not take."""
@@ -179,9 +180,9 @@ class Dialect:
         return Structured(grammar=self.family.forced(tools, several, self._mark))
 
     def _mark(self, mark: str) -> str:
-        """A mark as llguidance's Lark has it: special tokens by number."""
-        token = self.tokens.get(mark)
-        return f"<[{token}]>" if token is not None and token in self.special else json.dumps(mark)
+        """A mark as llguidance's Lark has it: by number, or as text of one token or several."""
+        token = self.numbered.get(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
 
     def _think_tokens(self) -> tuple[int, int] | None:
         if self.think is None or any(mark not in self.tokens for mark in self.think):

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from anybit.serve.functions import FunctionCall, name_of
+
 SPACE = string.whitespace
 
 
@@ -253,27 +255,31 @@ class JsonCall:
 class Calls:
     """Content, and tool calls as JSON objects behind a mark.
 
-    open: marks that calls begin with. between: what may stand between and after them. bare:
-    names of tools, when an object that calls one of them needs no mark. named: whether the name
-    may stand before the arguments, as `name[ARGS]{...}`. xml: reads `<function=...>`, if such
-    calls follow the mark.
+    open: marks that calls begin with. between: what may stand between and after them. tools: names
+    of those that a call without a mark may call; bare: whether an object at the text's beginning
+    may be one. named: whether the name may stand before the arguments, as `name[ARGS]{...}`. xml:
+    reads `<function=...>`, if such calls follow the mark. separators: characters that may stand
+    between calls.
     """
 
     thinking = False
 
     def __init__(
         self, open: tuple[str, ...], between: tuple[str, ...] = (),
-        bare: frozenset[str] = frozenset(), named: bool = False,
-        xml: Callable[[str], tuple[str, str]] | None = None,
+        tools: frozenset[str] = frozenset(), bare: bool = False, named: bool = False,
+        xml: Callable[[str], tuple[str, str]] | None = None, separators: str = "",
     ):  # fmt: skip
-        self.open, self.between, self.bare = open, between, bare
-        self.named, self.xml = named, xml
-        self.inner = ("<function=",) if xml else ()
-        self.separators = ",;[]" if named or bare else ""
+        self.open, self.between, self.tools = open, between, tools
+        self.bare, self.named, self.xml = bare, named, xml
+        self.inner: tuple[str, ...] = ("<function=",) if xml else ()
+        self.separators = separators
         self.count, self.held = 0, ""
+        self.said: int | None = None  # the number of calls when content passed
         self.blank: list[str] = []  # white space or separators that follow it and change nothing
         self.call, self.started = JsonCall(), False  # whether the call's name has passed
-        self.body = Collected("")  # of a call that is not an object, or its name
+        self.body = Collected("")  # of a name
+        self.function = FunctionCall()
+        self.marked = not bare  # whether a mark stands before what is read
         # A state takes from what is held, adds pieces, and says whether to go on.
         self.state = self._begin if bare else self._content
         self.out: list[Piece] = []
@@ -292,11 +298,16 @@ class Calls:
         if last:  # what was the beginning of something is content, but for a mark or another call
             if self.state == self._between and self._begins_mark():
                 self.held = ""
+            while self.state == self._function and self._called(self.function.finish()):
+                while self.state():
+                    pass
             unread = ""
-            if self.state == self._object and not self.started and (self.bare or not self.count):
+            if self.state == self._object and not self.started and not (self.marked and self.count):
                 unread = self.call.text
-            elif self.state == self._name or (self.state == self._function and not self.count):
+            elif self.state == self._name:
                 unread = self.body.text
+            elif self.state == self._function and not self.count:
+                unread = self.inner[0] + self.function.text
             self._add((unread + self.held).rstrip() if self.count else unread + self.held)
             self.held = ""
         return self.out
@@ -311,6 +322,9 @@ class Calls:
 
     def _add(self, content: str) -> None:
         if content:
+            if self.said not in (None, self.count):
+                content = "\n" + content  # of the white space around calls, which was dropped
+            self.said = self.count
             self.out.append(Piece("content", content))
 
     def _begin(self) -> bool:
@@ -321,22 +335,40 @@ class Calls:
         return bool(ahead)
 
     def _content(self) -> bool:
-        text, mark, self.held = cut(self.held, self.open)
+        text, mark, self.held = cut(self.held, (*self.open, *self.inner))
+        if mark is not None and mark in self.inner:
+            called = self._tool()
+            if called is None:
+                self.held = text + mark + self.held
+                return False
+            if called:
+                self._add(text.rstrip())
+                self.state, self.held = self._between, mark + self.held
+                return True
+            self._add(text + mark)
+            return True
         if mark is None:
             body = text.rstrip()  # white space before and behind calls is dropped
             self._add(body)
             self.held = text[len(body) :] + self.held
             return False
         self._add(text.rstrip())
-        self.state = self._between
+        self.state, self.marked = self._between, True
         return True
+
+    def _tool(self) -> bool | None:
+        """Whether a tool's name and `>` are held; None: not known yet."""
+        name, end, _ = self.held.partition(">")
+        if end:
+            return name_of(name) in self.tools
+        return None if any(tool.startswith(name_of(name)) for tool in self.tools) else False
 
     def _between(self) -> bool:
         """Before an object, or behind it."""
         ahead = self.held.lstrip(SPACE + self.separators.replace("[", ""))
         for mark in (*self.open, *self.between):
             if ahead.startswith(mark):
-                self.held = ahead[len(mark) :]
+                self.held, self.marked = ahead[len(mark) :], self.marked or mark in self.open
                 return True
         if self._begins_mark():
             return False
@@ -346,7 +378,8 @@ class Calls:
         if ahead[0] == "{":
             self.state, self.held, self.call = self._object, ahead, JsonCall()
         elif self.xml and ahead.startswith(self.inner):
-            self.state, self.held, self.body = self._function, ahead, Collected("</function>")
+            self.held = ahead.removeprefix(self.inner[0])
+            self.state, self.function = self._function, FunctionCall()
         elif self.named and (ahead[0].isalnum() or ahead[0] == "_"):
             self.state, self.held, self.body = self._name, ahead, Collected("{")
         else:
@@ -373,7 +406,7 @@ class Calls:
         if not self.held:
             return False
         call, self.held = self.call, self.call.feed(self.held)
-        known = call.name is not None and (not self.bare or call.name in self.bare)
+        known = call.name is not None and (self.marked or call.name in self.tools)
         if known and not self.started:
             self.started = True
             self.out.append(Piece("call", "", self.count, call.name))
@@ -392,79 +425,20 @@ class Calls:
         return True
 
     def _function(self) -> bool:
-        if not self._ends():
+        held, self.held = self.held, ""
+        return self._called(self.function.feed(held))
+
+    def _called(self, found: tuple[str, str] | None) -> bool:
+        """Pass a call on that has been read, if it has; `held` is then what stands behind it."""
+        if found is None:
             return False
         assert self.xml is not None
-        name, arguments = self.xml(self.body.text)
+        name, arguments = self.xml(found[0])
+        self.held = found[1]
         self.out += [Piece("call", "", self.count, name), Piece("call", arguments, self.count)]
         self.count += 1
         self.state = self._between
         return True
-
-
-class Harmony:
-    """GPT-OSS: `<|channel|>NAME to=functions.TOOL<|message|>TEXT<|end|>`, one after the other."""
-
-    MESSAGE = "<|message|>"
-    ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-
-    def __init__(self) -> None:
-        self.held, self.count = "", 0
-        self.header = Collected(self.MESSAGE)
-        self.kind: Literal["reasoning", "content", "call"] | None = None  # None: in a header
-        self.unsure: str | None = None  # arguments that may be null
-
-    @property
-    def thinking(self) -> bool:
-        return self.kind == "reasoning"
-
-    def feed(self, text: str, last: bool = False) -> list[Piece]:
-        self.held += text
-        out: list[Piece] = []
-        while True:
-            if self.kind is None:
-                rest = self.header.feed(self.held)
-                self.held, head = rest or "", self.header.text if last or rest is not None else ""
-                if rest is None:
-                    if last and head.strip() and "<|" not in head:  # no channel at all
-                        out.append(Piece("content", head))
-                    return out
-                out += self._begin(head)
-                self.header = Collected(self.MESSAGE)
-            body, end, self.held = cut(self.held, self.ENDS)
-            if last and end is None:
-                body, self.held = body + self.held, ""
-            assert self.kind is not None
-            if self.kind == "call":
-                body = self._called(body, end is not None, last)
-            if body:
-                out.append(Piece(self.kind, body, self.count - 1 if self.kind == "call" else -1))
-            if end is None:
-                return out
-            self.kind = None
-
-    def _called(self, body: str, ended: bool, last: bool) -> str:
-        """What passes of a call's arguments: none are {}, and so is null."""
-        if self.unsure is None:
-            return body
-        self.unsure = (self.unsure + body).lstrip()
-        text = self.unsure.rstrip()
-        if (ended and not text) or ((ended or last) and text == "null"):
-            return "{}"
-        if "null".startswith(text) and not ended:
-            return ""
-        body, self.unsure = self.unsure, None
-        return body
-
-    def _begin(self, head: str) -> list[Piece]:
-        """Take a message's header: its channel, and the tool that it is for."""
-        channel = head.partition("<|channel|>")[2].split()[:1]
-        tool = head.partition("to=functions.")[2].partition("<|")[0].split()[:1]
-        if tool:
-            self.kind, self.count, self.unsure = "call", self.count + 1, ""
-            return [Piece("call", "", self.count - 1, tool[0])]
-        self.kind = "reasoning" if channel == ["analysis"] else "content"
-        return []
 
 
 def call_id(short: bool = False) -> str:

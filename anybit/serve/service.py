@@ -159,6 +159,7 @@ class Service:
 
     def _commands(self) -> bool:
         """Do what was asked for, waiting if there is nothing else to do; False at the end."""
+        self.engine.idle(self._wanted)
         for number, what in self._poll.poll(self._patience()):
             front = self.fronts.get(number)
             if front is None:
@@ -184,6 +185,10 @@ class Service:
             self.attach(place, *self.start())
         self._stop(now)
         return self._told is None or (bool(self.fronts) and now < self._end)
+
+    def _wanted(self) -> bool:
+        """Whether something is to be done now."""
+        return bool(self._starts or self._poll.poll(0)) or not self._compiled.empty()
 
     def _patience(self) -> float | None:
         """Milliseconds that the loop may wait for messages."""

@@ -1,17 +1,18 @@
 """The forms in which families of models write tool calls: how to know, read and force them."""
 
 import json
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from anybit.engine.schemas import json_rule
+from anybit.engine.schemas import json_rule, kinds
 from anybit.errors import InvalidInput
-from anybit.serve.reading import Calls, Harmony, Piece, Plain, Reader
+from anybit.serve.functions import called
+from anybit.serve.harmony import Harmony
+from anybit.serve.reading import Calls, Piece, Plain, Reader
 
 Tools = list[dict[str, Any]]
+SEPARATORS = ",;[]"
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,14 @@ class Family:
         there, whatever other tools say. Around it, white space is as in all the templates.
         """
         opening = " ".join(map(json.dumps, self.opening(function)))
-        schema = {"type": "object"} | (function.get("parameters") or {})
-        kind = schema["type"]
-        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        schema = function.get("parameters")
+        if schema is None:
+            schema = {"additionalProperties": False}
+        found = kinds(schema, schema)
+        if "object" not in found:
             raise InvalidInput(
-                f"tools: the parameters of {function['name']!r} are of type {kind!r:.50}; "
-                "arguments are an object"
+                f"tools: the parameters of {function['name']!r} are of type "
+                f"{' or '.join(sorted(found)) or 'none'!r:.50}; arguments are an object"
             )
         return f'{opening} {json_rule(schema | {"type": "object"})} "}}"'
 
@@ -137,26 +140,33 @@ FAMILIES = {
         signs=("<function=",),
         marks=("<tool_call>", "</tool_call>"),
         reader=lambda tools: Calls(
-            ("<tool_call>",), ("</tool_call>",), xml=lambda body: arguments_of_xml(body, tools)
+            ("<tool_call>",),
+            ("</tool_call>", "</function>"),
+            tools=names(tools),
+            xml=lambda body: called(body, tools),
         ),
     ),
     "hermes": Family(
         signs=("<tool_call>",),
         marks=("<tool_call>", "</tool_call>"),
-        reader=lambda tools: Calls(("<tool_call>",), ("</tool_call>",)),
+        reader=lambda tools: Calls(
+            ("<tool_call>",), ("</tool_call>",), tools=names(tools), bare=True
+        ),
         grammar=hermes_grammar,
     ),
     "mistral": Family(
         signs=("[TOOL_CALLS]",),
         marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        reader=lambda tools: Calls(("[TOOL_CALLS]",), named=True),
+        reader=lambda tools: Calls(("[TOOL_CALLS]",), named=True, separators=SEPARATORS),
         grammar=mistral_grammar,
         short_ids=True,
     ),
     "llama": Family(
         signs=("<|python_tag|>", '"parameters":'),
         marks=("<|python_tag|>",),
-        reader=lambda tools: Calls(("<|python_tag|>",), bare=names(tools)),
+        reader=lambda tools: Calls(
+            ("<|python_tag|>",), tools=names(tools), bare=True, separators=SEPARATORS
+        ),
         grammar=llama_grammar,
         bare=True,
         arguments="parameters",
@@ -169,18 +179,3 @@ def family_of(template: str) -> str | None:
     return next(
         (name for name, f in FAMILIES.items() if any(sign in template for sign in f.signs)), None
     )
-
-
-def arguments_of_xml(body: str, tools: Tools) -> tuple[str, str]:
-    """Name and arguments, as JSON, of `<function=NAME><parameter=KEY>VALUE</parameter>...`."""
-    name = body.removeprefix("<function=").partition(">")[0].strip()
-    tool: dict[str, Any] = next((t["function"] for t in tools if t["function"]["name"] == name), {})
-    types = (tool.get("parameters") or {}).get("properties") or {}
-    arguments: dict[str, Any] = {}
-    for key, value in re.findall(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", body, re.DOTALL):
-        arguments[key] = value
-        kind = types.get(key)
-        if isinstance(kind, dict) and kind.get("type") not in (None, "string"):
-            with suppress(ValueError):  # then it stays as the model has written it
-                arguments[key] = json.loads(value)
-    return name, json.dumps(arguments, ensure_ascii=False)

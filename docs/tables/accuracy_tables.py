@@ -13,18 +13,22 @@ Keep = Callable[[Row], bool]
 def tables() -> dict[str, str]:
     return {
         "published": by_bits("h200_published", "SmolLM2-135M-Instruct", published),
-        "study_105m": by_bits("h200_accuracy", "study-105m"),
+        "study_105m": by_bits("h200_accuracy", "study-105m", spoken_of),
         "large_columns": by_bits("cpu_accuracy", "pico-large-columns", rounded),
         "rotation_outliers": by_bits("cpu_rotation", "pico-outliers", rotation),
         "front_study_105m_60s": front("h200_trellis", ""),
         "trellis_products": trellis_products(),
         "heads": heads(),
-        "layer_time": layer_time(),
     }
 
 
 def rounded(row: Row) -> bool:
     return row["method"] in ("dense", "rtn")
+
+
+def spoken_of(row: Row) -> bool:
+    """Not what other quantizers of the same format beat, nor activations in int8 over rounding."""
+    return row["method"] not in ("clip", "smooth") and row["spec"] != "int4:group=128@int8"
 
 
 def rotation(row: Row) -> bool:
@@ -34,9 +38,12 @@ def rotation(row: Row) -> bool:
 
 
 def published(row: Row) -> bool:
-    """Of the newest text alone, older rows being of other pages, and not all that is rounded."""
-    left_out = "int8:group=64", "liquid@int8", "mxfp4", "nvfp4", "int2:group=32,zero"
-    return row["tokens"] == "59957" and (row["method"] != "rtn" or row["spec"] not in left_out)
+    """Of the newest text alone, older rows being of other pages, and not all of one quantizer."""
+    left_out = {
+        "rtn": ("int8:group=64", "liquid@int8", "mxfp4", "nvfp4", "int2:group=32,zero"),
+        "gptq-gradients": ("fp6", "int2:group=32,zero"),
+    }
+    return row["tokens"] == "59957" and row["spec"] not in left_out.get(row["method"], ())
 
 
 def bits(row: Row) -> float:
@@ -149,10 +156,3 @@ def heads() -> str:
         for row in read("h200_heads")
     ]
     return markdown(["model", "head", "loss, nats", "KL", "top-1"], out, words=2)
-
-
-def layer_time() -> str:
-    shown = ("rtn", "hqq", "additive")
-    rows = [r for r in read("h200_layer_time") if r["quantizer"] in shown or "int4" in r["format"]]
-    out = [[r["quantizer"], short(r["format"]), f"{float(r['seconds']):.3f}"] for r in rows]
-    return markdown(["quantizer", "format", "seconds"], out, words=2)

@@ -1,107 +1,208 @@
 """Tables that help to choose: README.md and docs/formats.md."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from results import FOUR, M2V8, Row, loss, markdown, read, scheme, score
+from results import FOUR, Row, loss, markdown, read, scheme
 
+from anybit.cli.info import FRACTION
 from anybit.core.scheme import parse_scheme
 
-# Rows, columns and number of the linear layers; what the embeddings and the head hold.
-LLAMA_8B = ([(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], 32, 2 * 128256 * 4096)
-LLAMA_70B = ([(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)], 80, 2 * 128256 * 8192)
-OWN = "study-105m"
-SMALL_M2V8 = ("codebook:m=2,v=8,b=8,group=64", "additive")  # groups that its widths bear
 NOT_RUN = "not run"
+TEXT = "59957"  # tokens of the text of docs/accuracy.md; older rows are of another text
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shapes of a model of two matrices of embeddings and head, in bf16."""
+
+    shapes: Sequence[tuple[int, int]]  # rows and columns of the linear layers of a block
+    blocks: int
+    dense: int  # weights of the embeddings and the head
+    cached: int  # keys and values of a token, all blocks
+
+    def gigabytes(self, spec: str) -> float:
+        """Of the weights; norms, a megabyte, are left out."""
+        bits = 16.0 * self.dense
+        for n, k in self.shapes:
+            width = 16.0 if spec == "bf16" else parse_scheme(spec)[0].bits_per_weight((n, k))
+            bits += self.blocks * n * k * width
+        return bits / 8e9
+
+
+def llama(hidden: int, heads: int, inner: int, blocks: int, words: int = 128256) -> Model:
+    """Heads of 128, and 8 of keys and of values."""
+    qkv, out = (128 * (heads + 16), hidden), (hidden, 128 * heads)
+    shapes = [qkv, out, (2 * inner, hidden), (hidden, inner)]
+    return Model(shapes, blocks, 2 * words * hidden, 2 * 128 * 8 * blocks)
+
+
+LLAMA_8B = llama(4096, 32, 14336, 32)
+LLAMA_70B = llama(8192, 64, 28672, 80)
+QWEN3_14B = llama(5120, 40, 17408, 40, words=151936)
+QWEN3_32B = llama(5120, 64, 25600, 64, words=151936)
 
 
 def tables() -> dict[str, str]:
-    return {"first": first(), "hardware": hardware()}
+    return {
+        "first": first(),
+        "beside": beside(),
+        "speed": speed(),
+        "hardware": hardware(),
+        "cards": cards(),
+    }
 
 
-def gigabytes(spec: str, model: tuple[Sequence[tuple[int, int]], int, int] = LLAMA_8B) -> float:
-    """Of the weights, embeddings and head in bf16; norms, a megabyte, are left out."""
-    shapes, layers, dense = model
-    bits = 16.0 * dense
-    for n, k in shapes:
-        width = 16.0 if spec == "bf16" else parse_scheme(spec)[0].bits_per_weight((n, k))
-        bits += layers * n * k * width
-    return bits / 8e9
+# Quality: one published model, whose file is in 4 bits.
 
 
-def engine(spec: str, batch: str = "1") -> tuple[Row, Row] | None:
-    """A decode step of Llama-3-8B's shapes, and that of bf16 in the same run."""
-    for run in ("h200_engine_steps", "h200_codebook_engine"):
-        rows = [r for r in read(run) if (r["model"], r["batch"]) == ("llama-3-8b", batch)]
-        rows = [r for r in rows if "+" not in r["format"] and "aqlm" not in r["backends"]]
-        found = {scheme(r["format"]): r for r in rows}
-        if scheme(spec) in found and "bf16" in found:
-            return found[scheme(spec)], found["bf16"]
-    return None
+def published(spec: str, method: str) -> Row | None:
+    """The newest row of a published model, uncalibrated or calibrated on code and prose."""
+    rows = [
+        row
+        for row in read("h200_published")
+        if (row["spec"], row["method"]) == (spec, method) and row["text"] in ("", "mixed")
+    ]
+    return min(rows, key=lambda row: row["tokens"] != TEXT, default=None)
 
 
-def gpu_speed(spec: str) -> str:
-    if not (found := engine(spec)):
-        return NOT_RUN
-    ours, dense = (float(row["step_us"]) for row in found)
-    rate = f"{1e6 / ours:.0f}"
-    return rate if spec == "bf16" else f"{rate} ({dense / ours:.1f}x)"
-
-
-def cpu_speed(spec: str) -> str:
-    rows = [r for r in read("cpu_model") if (r["engine"], r["format"]) == ("anybit", spec)]
-    return f"{float(rows[0]['decode_tokens_per_s']):.1f}" if rows else NOT_RUN
-
-
-def real(spec: str, method: str) -> str:
-    """The loss of a published model, uncalibrated or calibrated on code and prose."""
-    for row in read("h200_published"):
-        same = (row["spec"], row["method"]) == (spec, method)
-        if same and row["text"] in ("", "mixed"):
-            return loss(row).partition(" ")[0]
-    return NOT_RUN
-
-
-FIRST = [  # name; format on the GPU, quantizer; format on SmolLM2, quantizer; format on the CPU
-    ("`bf16`", "bf16", "dense", "", "", "bf16"),
-    ("`fp6`", "fp6", "rtn", "fp6", "rtn", "fp6"),
-    ("`int4`, calibrated", FOUR, "gptq", "int4:group=64,zero", "gptq", "int4:group=64"),
-    ("2 bits, calibrated", M2V8, "additive", *SMALL_M2V8, ""),
+# What to take, best first: format, quantizer of the study, the command's words for it.
+FIRST = [
+    ("int8", "rtn", ""),
+    ("fp:e2m3", "rtn", ""),
+    ("fp:e2m3", "gptq", "`gptq`"),
+    ("fp:e2m3", "gptq-gradients+pv", "`gptq+gradients`, `refine`"),
+    ("trellis:bits=4,rotate=kn", "gptq", "`gptq`"),
+    ("trellis:bits=4,rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
+    ("int4:group=64,zero", "gptq", "`gptq`"),
+    ("liquid@int8", "smooth+gptq", "`smooth+gptq`"),
+    ("trellis:bits=3,rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
+    ("trellis:rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
 ]
 
 
 def first() -> str:
     out = []
-    for name, spec, method, small, by, cpu in FIRST:
-        row = score(spec, method, OWN)
-        if row is None or engine(spec) is None:
+    for spec, method, words in FIRST:
+        row = published(spec, method)
+        if row is None:
             return ""
-        dense = method == "dense"
-        losses = ["0", "0"] if dense else [real(small, by), loss(row).partition(" ")[0]]
-        out.append([name, f"{gigabytes(spec):.1f}", *losses, gpu_speed(spec), cpu_speed(cpu)])
-    titles = ["8B model", "GB", "loss, SmolLM2-135M", "loss, own 105M", "tokens/s, H200"]
-    return markdown([*titles, "tokens/s, 2 CPU cores"], out)
+        cells = [f"{float(row['bits']):.2f}", loss(row), f"{float(row['kl']):.4f}"]
+        out.append([f"`{spec}`", words or "rounded", *cells])
+    return markdown(["format", "quantizer", "bits", "loss, nats", "KL"], out, words=2)
 
 
-INT4 = ("int4:group=64,zero", "gptq", "*")  # of SmolLM2, for other groups: a star
-HARDWARE = [  # hardware and goal, what to use, format, its row of SmolLM2, also runs in
-    ("H100 or H200", "`liquid@int8`, calibrated", "liquid@int8", ("liquid@int8", "gptq", ""),
-     "vLLM with the plugin"),
-    ("another NVIDIA GPU from Ampere on (untested)", f"`{FOUR}`, calibrated", FOUR, INT4,
+FILES = ("Q8_0", "Q5_K_M", "Q4_K_M", "IQ4_XS")  # of llama.cpp, of which the table has a line
+PACKAGES = ("HQQ", "GPTQModel", "AutoRound")
+OURS = "int4:group=64,zero, method gptq, 16 windows of 512"
+
+
+def beside() -> str:
+    """Other tools' files of the same model, and our row on the text of the last of them."""
+    out = []
+    for row in read("cpu_llama_cpp"):
+        if row["file"] in FILES:
+            out.append([f"llama.cpp {row['file']}", *scores(row)])
+    for row in read("cpu_other_tools"):
+        tool = row["tool"].partition(" ")[0]
+        if tool in PACKAGES:
+            out.append([tool, *scores(row)])
+        elif row["format"] == OURS:
+            out.append(["anybit, `gptq`", *scores(row)])
+    return markdown(["other tools", "bits", "loss, nats", "KL"], out)
+
+
+def scores(row: Row) -> list[str]:
+    return [f"{float(row['bits']):.2f}", *(f"{float(row[name]):.4f}" for name in ("loss", "kl"))]
+
+
+# Speed: random weights in the shapes of Llama-3-8B.
+
+SPEED = [
+    "trellis:code=look@int8", FOUR, "liquid@int8", "trellis:code=look",
+    "trellis:bits=3,code=look@int8", "fp6", "bf16",
+]  # fmt: skip
+
+
+def steps(spec: str, batch: str) -> tuple[Row, Row] | None:
+    """A decode step of Llama-3-8B's shapes, and that of bf16 in the same run."""
+    rows = [
+        r for r in read("h200_engine_steps") if (r["model"], r["batch"]) == ("llama-3-8b", batch)
+    ]
+    found = {scheme(r["format"]): r for r in rows if "+" not in r["format"]}
+    if scheme(spec) in found and "bf16" in found:
+        return found[scheme(spec)], found["bf16"]
+    return None
+
+
+def rate(spec: str, batch: str = "1") -> str:
+    if not (found := steps(spec, batch)):
+        return NOT_RUN
+    ours, dense = (float(row["step_us"]) for row in found)
+    tokens = f"{int(batch) * 1e6 / ours:,.0f}"
+    return tokens if spec == "bf16" else f"{tokens} ({dense / ours:.1f}x)"
+
+
+def speed() -> str:
+    out = []
+    for spec in SPEED:
+        if steps(spec, "1") is None:
+            return ""
+        sizes = [f"{LLAMA_8B.gigabytes(spec):.1f}", rate(spec), rate(spec, "16")]
+        out.append([f"`{spec}`", *sizes])
+    return markdown(["8B shapes", "GB", "tokens/s, batch 1", "batch 16"], out)
+
+
+# What to take.
+
+HARDWARE = [  # hardware and goal, what to add to the format's name, format, its quantizer, runs in
+    ("H100 or H200, many users", ", calibrated", "liquid@int8", "smooth+gptq",
+     "vLLM's plugin"),
+    ("a CPU, or a GPU from Ampere on (untested)", ", calibrated", "int4:group=64,zero", "gptq",
      "vLLM: plugin, or exported"),
-    ("memory for 8 bits, no data", "`int8`", "int8", ("int8", "rtn", ""), "the same"),
-    ("less memory, no data", "`fp6`", "fp6", ("fp6", "rtn", ""), "vLLM with the plugin only"),
-    ("a CPU", "`int4:group=64`, calibrated", "int4:group=64", INT4, "vLLM: plugin, or exported"),
-    ("llama.cpp or Ollama", "`int4:group=32`", "int4:group=32", ("int4:group=32", "rtn", ""),
-     "GGUF (Q4_0), exported"),
-    ("little memory", "`codebook:m=2,v=8,group=128`, calibrated", M2V8, (*SMALL_M2V8, "*"),
-     "vLLM with the plugin only"),
+    ("8 bits, no data", "", "int8", "rtn", "the same"),
+    ("6 bits, no data", "", "fp:e2m3", "rtn", "vLLM's plugin"),
+    ("llama.cpp or Ollama", ", calibrated", "int4:group=32", "gptq", "GGUF (Q4_0), exported"),
+    ("4 bits, least loss", ", `gptq+gradients`", "trellis:bits=4,rotate=kn", "gptq-gradients",
+     "vLLM's plugin"),
+    ("3 bits", ", `gptq+gradients`", "trellis:bits=3,rotate=kn", "gptq-gradients", "the same"),
+    ("2 bits, speed", ", calibrated", "trellis:code=look,rotate=kn", "gptq", "the same"),
+    ("2 bits, least loss", ", refined", "trellis:rotate=kn", "gptq-gradients+tune", "the same"),
 ]  # fmt: skip
 
 
 def hardware() -> str:
     out = []
-    for goal, use, spec, (small, method, star), also in HARDWARE:
-        sizes = [f"{gigabytes(spec, model):.{d}f}" for model, d in ((LLAMA_8B, 1), (LLAMA_70B, 0))]
-        out.append([goal, use, *sizes, real(small, method) + star, also])
-    titles = ["you have", "use", "8B, GB", "70B, GB", "loss, SmolLM2", "also runs in"]
+    for goal, more, spec, method, also in HARDWARE:
+        row = published(spec, method)
+        if row is None:
+            return ""
+        sizes = [f"{LLAMA_8B.gigabytes(spec):.1f}", f"{LLAMA_70B.gigabytes(spec):.0f}"]
+        star = "" if row["tokens"] == TEXT else "*"
+        lost = loss(row).partition(" ")[0] + star
+        out.append([goal, f"`{spec}`{more}", *sizes, lost, also])
+    titles = ["you have, or want", "use", "8B, GB", "70B, GB", "loss, SmolLM2", "also runs in"]
     return markdown(titles, out, words=2)
+
+
+CARDS = (8, 12, 16, 24, 80)
+MODELS = {"8B": LLAMA_8B, "14B": QWEN3_14B, "32B": QWEN3_32B, "70B": LLAMA_70B}
+WIDTHS = {  # bits, most first
+    "16": "bf16", "8": "int8", "6": "fp:e2m3", "4.4": "int4:group=64,zero",
+    "4": "trellis:bits=4,rotate=kn", "3": "trellis:bits=3,rotate=kn", "2": "trellis:rotate=kn",
+}  # fmt: skip
+TOKENS = 8192  # of a bf16 cache
+
+
+def cards() -> str:
+    """The most bits in which a model fits a card, as `anybit info` counts, and its GB."""
+    out = [[f"{card} GB", *(most(model, card) for model in MODELS.values())] for card in CARDS]
+    return markdown(["card", *MODELS], out)
+
+
+def most(model: Model, card: float) -> str:
+    left = FRACTION * card - TOKENS * model.cached * 2 / 1e9
+    for bits, spec in WIDTHS.items():
+        if model.gigabytes(spec) <= left:
+            return f"{bits} bits, {model.gigabytes(spec):.1f}"
+    return "-"

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from anybit.engine import masks, structured
 from anybit.engine.masks import begin, fill
-from anybit.engine.structured import Grammars, Matcher, Structured
+from anybit.engine.structured import Compiled, Grammars, Matcher, Structured
 from tests.engine.conftest import PICO
 
 KINDS: list[dict[str, Any]] = [
@@ -80,6 +81,7 @@ def test_masks_side_by_side_are_those_of_one_by_one(
     monkeypatch.setattr(masks, "MASK", math.inf)
     found = [torch.stack(masks) for masks in walk(many, 40)]
     monkeypatch.setattr(masks, "MASK", -1.0)
+    monkeypatch.setattr(structured, "SECONDS", math.inf)
     want = [torch.stack(masks) for masks in walk(alone, 40)]
     assert [m.error for m in many] == [m.error for m in alone]
     for i, matcher in enumerate(many):
@@ -105,10 +107,10 @@ def test_what_takes_long_is_found_among_others(
 
     slow_now, real = False, Matcher.fill
 
-    def timed(self: Matcher, bits: torch.Tensor) -> None:
+    def timed(self: Matcher, bits: torch.Tensor, share: float) -> None:
         nonlocal slow_now
         slow_now = self.found is slow
-        real(self, bits)
+        real(self, bits, share)
         slow_now = False
 
     monkeypatch.setattr(Matcher, "fill", timed)
@@ -120,3 +122,41 @@ def test_what_takes_long_is_found_among_others(
         pass
     assert sum(bool(m.error) for m in many if m.found is slow) > 2
     assert not any(m.found.error for m in many if m.found is not slow)
+
+
+@pytest.mark.parametrize("grammars", [1, 16])
+def test_masks_of_all_texts_share_the_time_of_a_step(grammars: int) -> None:
+    """16 texts of 8 ms each hold a step up for 128: refused, of one grammar or of many."""
+    debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
+    slow = [Compiled("", 0, debts=debts) for _ in range(grammars)]
+    quick = Compiled("", 0, debts=debts)
+    waited, harmonic = 0.0, sum(1 / i for i in range(1, grammars + 1))
+    for _ in range(1000):
+        running = [slow[i % grammars] for i in range(16) if not slow[i % grammars].error]
+        for found in [*running, *[quick] * 48]:
+            found.computed(8e-3 if found is not quick else 4e-3, 1 / (len(running) + 48))
+        waited += max(len(running) * 8e-3 - structured.MASK, 0)
+    assert not quick.error
+    assert all(found.error for found in slow)
+    # Each refusal frees the mean of what is owed.
+    assert waited < (harmonic + 0.3) * structured.SECONDS
+
+
+def test_quick_masks_earn_nothing_that_slow_ones_may_spend() -> None:
+    """A grammar whose masks are quick for long may hold others up no longer than another."""
+    found = Compiled("", 0)
+    for _ in range(10_000):
+        found.computed(1e-4)
+    for _ in range(3):
+        found.computed(0.4, 1 / 16)
+    assert "takes 400 ms" in found.error
+
+
+def test_the_first_mask_of_a_grammar_owes_nothing() -> None:
+    debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
+    many = [Compiled("", 0, debts=debts) for _ in range(32)]
+    for found in many:
+        found.computed(0.1, 1 / 32)
+        for _ in range(100):
+            found.computed(1e-4, 1 / 32)
+    assert not any(found.error for found in many)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -33,7 +34,7 @@ def llama(strip: bool) -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    tokenizer: Any = AutoTokenizer.from_pretrained(PICO)
     tokenizer.add_tokens(ADDED)
     return tokenizer
 

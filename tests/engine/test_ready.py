@@ -1,5 +1,6 @@
 """Steps in graphs on a GPU: what they compute, and that no request waits for a compiler."""
 
+import gc
 import random
 from pathlib import Path
 
@@ -73,3 +74,17 @@ def test_no_request_waits_for_a_kernel_or_a_graph() -> None:
     ]
     llm.generate(prompts, params, show_progress=False)
     assert after_ready(llm.engine) == (0, 0)
+
+
+def test_graphs_are_captured_beside_the_garbage_of_an_older_engine() -> None:
+    """Whose memory a search for garbage would free in the middle of a capture."""
+    older = LLM(PICO, length=256, max_running=4)
+    older.engine.itself = older  # type: ignore[attr-defined]  # only a search finds it
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        del older
+        llm = LLM(PICO, length=256, max_running=4)
+    finally:
+        gc.set_threshold(*before)
+    assert llm.generate([[5, 6, 7]], show_progress=False)[0].tokens

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from anybit.engine.llm import LLM
 from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Structured
+from anybit.engine.structured import Grammars, Structured, by_number, fill, unpacked
 from anybit.errors import InvalidInput, InvalidType
 from tests.engine.conftest import PICO, one_thread
 
@@ -283,6 +283,32 @@ def test_no_tokens_go_to_white_space(llm: LLM) -> None:
             assert not takes(llm, structured, text)
     wide = Structured(json=schema | {"x-guidance": {"whitespace_flexible": True}})
     assert takes(llm, wide, '{\n  "a": []\n}')
+
+
+def test_an_added_token_that_is_not_special_is_named_by_number() -> None:
+    """Such as Qwen's `<tool_call>`; its text is written in other tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    names = ["<tool_call>", "<b>", "<\uff5ctool\u2581call\u2581begin\uff5c>", "[CALL]", "word"]
+    tokenizer.add_tokens([AddedToken(name, special=False) for name in names])
+    grammars = Grammars(tokenizer, 4096 + len(names), frozenset([0]))
+    for name in names:
+        number = tokenizer.convert_tokens_to_ids(name)
+        numbered = by_number(tokenizer).get(name)
+        assert numbered == (number if name[0] == "<" else None)
+        mark = json.dumps(name) if numbered is None else f"<[{number}]>"
+        matcher = grammars.matcher(Structured(grammar=f'start: {mark} "ab"'))
+        assert matcher.allows(number)
+        for token in (number, *tokenizer.encode("ab", add_special_tokens=False)):
+            matcher.take(token)
+        assert matcher.ended, (name, matcher.error)
+        for texts in ({"regex": re.escape(name)}, {"choice": [name]}):
+            matcher = grammars.matcher(Structured(**texts))
+            while not matcher.ended:
+                bits = torch.zeros(-(-grammars.vocabulary // 32), dtype=torch.int32)
+                fill([matcher], bits[None])()
+                assert not matcher.error, (name, matcher.error)
+                allowed = unpacked(bits[None])[0].nonzero().flatten()
+                matcher.take(int(allowed[0]))
 
 
 def test_the_text_of_a_special_token_is_text(llm: LLM) -> None:

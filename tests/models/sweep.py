@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_CPU, setrlimit
+from signal import SIGXCPU
 
 import torch
 import transformers
@@ -33,6 +36,7 @@ from tests.models.zoo import architectures
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "out" / "models.jsonl"
+WAITS = 20  # times its seconds is when a row ends that no processor works on
 
 
 @dataclasses.dataclass
@@ -51,7 +55,7 @@ def sweep(names: Sequence[str], steps: Sequence[str], jobs: int, seconds: float)
         names: Classes of transformers.
         steps: Which of `STEPS`.
         jobs: How many processes at a time.
-        seconds: After which a row ends where it is.
+        seconds: Of the processor, after which a row ends where it is.
     """
     context, waiting = multiprocessing.get_context("fork"), list(reversed(names))
     running: dict[Connection, Job] = {}
@@ -59,10 +63,10 @@ def sweep(names: Sequence[str], steps: Sequence[str], jobs: int, seconds: float)
         while waiting and len(running) < jobs:
             receiver, sender = context.Pipe(duplex=False)
             name = waiting.pop()
-            process = context.Process(target=work, args=(name, steps, sender), daemon=True)
+            process = context.Process(target=work, args=(name, steps, seconds, sender), daemon=True)
             process.start()
             sender.close()
-            running[receiver] = Job(process, Row(name), time.monotonic() + seconds)
+            running[receiver] = Job(process, Row(name), time.monotonic() + WAITS * seconds)
         for receiver in wait(list(running), timeout=1):
             assert isinstance(receiver, Connection)
             job = running[receiver]
@@ -70,12 +74,14 @@ def sweep(names: Sequence[str], steps: Sequence[str], jobs: int, seconds: float)
                 job.row = receiver.recv()
             except EOFError:  # it is done, or died
                 job.process.join()
-                yield ended(job.row, steps, f"exit status {job.process.exitcode}")
+                code = job.process.exitcode
+                late = f"not done after {seconds:.0f} seconds of the processor"
+                yield ended(job.row, steps, late if code == -SIGXCPU else f"exit status {code}")
                 del running[receiver]
         for receiver, job in list(running.items()):
             if time.monotonic() > job.deadline:
                 job.process.kill()
-                yield ended(job.row, steps, f"not done after {seconds:.0f} seconds")
+                yield ended(job.row, steps, f"waits, {WAITS * seconds:.0f} seconds after its start")
                 del running[receiver]
 
 
@@ -85,7 +91,9 @@ def preload() -> None:
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
 
 
-def work(name: str, steps: Sequence[str], sender: Connection) -> None:
+def work(name: str, steps: Sequence[str], seconds: float, sender: Connection) -> None:
+    used = time.process_time()
+    setrlimit(RLIMIT_CPU, (math.ceil(used + seconds), RLIM_INFINITY))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for row in rows(name, Path(folder), steps):
@@ -129,7 +137,7 @@ def main() -> int:
     parser.add_argument("architectures", nargs="*")
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--seconds", type=float, default=300, help="the most that a row may take")
+    parser.add_argument("--seconds", type=float, default=300, help="of the processor, for a row")
     options = parser.parse_args()
     names = options.architectures or list(architectures())
     steps = options.steps.split(",")

@@ -191,7 +191,7 @@ def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_model("llama", options).save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=True)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # not special, as Qwen's are
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     return directory

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate import llama_cpp
-from anybit.evaluate.candidate import check_words, opened
+from anybit.evaluate.candidate import Transformers, check_words, opened
 from anybit.evaluate.llama_cpp import LlamaCpp
 from anybit.evaluate.model import encode
 from anybit.evaluate.perplexity import COLUMNS, Likeliest, measure, told
@@ -226,6 +226,12 @@ def test_a_gguf_file_in_llama_cpp(tiny: Path, text: Path, monkeypatch: pytest.Mo
     assert receipt["window"] == 512
     assert list(receipt["receipt"]["hashes"]["model"]) == ["m.gguf"]
     assert alone["perplexity"] == pytest.approx(receipt["perplexity"], rel=1e-5)
+
+
+def test_a_dense_model_takes_tokens_from_wherever_the_other_engine_has_them() -> None:
+    model = object.__new__(Transformers)
+    model.device, model.model = torch.device("meta"), lambda ids: ids
+    assert model(torch.tensor([[1, 2]])).device.type == "meta"
 
 
 def test_what_llama_cpp_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

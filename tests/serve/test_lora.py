@@ -13,7 +13,8 @@ from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
 from anybit.serve.commands import adapters_of
-from anybit.serve.server import Server, Settings
+from anybit.serve.run import service_of
+from anybit.serve.settings import Settings
 from tests.engine.test_lora import adapter
 from tests.serve.conftest import Live, serving
 
@@ -64,7 +65,7 @@ def test_adapters_are_listed(live: Live) -> None:
 
 def test_names(llm: LLM) -> None:
     with pytest.raises(InvalidInput, match="'a' names the model and an adapter"):
-        Server(llm, Settings(("a",)))
+        service_of(llm, Settings(("a",)))
     assert adapters_of(["x=y", "z=a=b"]) == {"x": Path("y"), "z": Path("a=b")}
     for wrong in (["x"], ["=x"], ["x="], ["x=y", "x=z"]):
         with pytest.raises(InvalidInput, match="give NAME=DIRECTORY, each name once"):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from anybit.serve.functions import called
+from anybit.serve.harmony import Harmony
 from anybit.serve.infill import infill
-from anybit.serve.reading import Calls, Harmony, Plain, Reader, Thoughts
-from anybit.serve.tools import FAMILIES, arguments_of_xml, family_of
+from anybit.serve.reading import Calls, Plain, Reader, Thoughts
+from anybit.serve.tools import FAMILIES, family_of
 
 ARGS = '{"a": "x}\\"<y>", "b": [1, {"c": null}]}'
 HERMES = f'<tool_call>\n{{"name": "get", "arguments": {ARGS}}}\n</tool_call>'
@@ -259,8 +261,108 @@ def test_families_by_their_templates() -> None:
 
 
 def test_xml_arguments_follow_the_schema() -> None:
-    name, arguments = arguments_of_xml("<function=f>\n<parameter=x>\na\nb\n</parameter>\n", TOOLS)
+    name, arguments = called("f>\n<parameter=x>\na\nb\n</parameter>\n", TOOLS)
     assert (name, json.loads(arguments)) == ("f", {"x": "a\nb"})
+
+
+OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+COUNT = {"$ref": "#/$defs/x"}
+LOOP = {"$ref": "#/$defs/loop"}
+TEXT = {"type": "string"}
+STRICT = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("schema", "body", "want"),
+    [
+        (OPTIONAL, "5", 5),
+        (OPTIONAL, "null", None),
+        (COUNT, "5", 5),
+        (LOOP, "5", 5),
+        (STRICT, "5", "5"),
+        (STRICT, "null", None),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, "['a']", ["a"]),
+        ({"type": "array"}, "('a', None)", ["a", None]),
+        ({"type": "object"}, "{'a': False}", {"a": False}),
+        ({"type": "array"}, "{'a'}", "{'a'}"),
+        ({"oneOf": [{"type": "boolean"}, {"const": 7}]}, "7", 7),
+        ({"allOf": [COUNT, {"minimum": 1}]}, "5", 5),
+        ({"allOf": [{"type": ["string", "integer"]}, TEXT]}, "5", "5"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({}, "[1]", [1]),
+        ({}, "True", "True"),
+        ({"type": "number"}, "5", 5),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "integer"}, "2.5", "2.5"),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+        (TEXT, "a </parameter> b", "a </parameter> b"),
+        (TEXT, "a </function> b", "a </function> b"),
+        (TEXT, "a </tool_call> b", "a </tool_call> b"),
+        (TEXT, "call <function=f> now", "call <function=f> now"),
+        (TEXT, " a\n\n", " a\n\n"),
+    ],
+)
+def test_values_of_any_schema(schema: Any, body: str, want: object, size: int) -> None:
+    parameters = {
+        "properties": {"a": schema},
+        "$defs": {"x": {"type": "integer"}, "loop": {"anyOf": [LOOP, {"type": "integer"}]}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = f"<function=f>\n<parameter=a>\n{body}\n</parameter>\n</function>\n</tool_call>"
+    for mark in ("<tool_call>\n", ""):  # Qwen3-Coder leaves it out now and then
+        _, content, [(name, found)] = read(FAMILIES["qwen-coder"].reader(tools), mark + text, size)
+        assert (content, name, json.loads(found)) == ("", "f", {"a": want})
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "want"),
+    [
+        ("<parameter=n>\n5\n</function>", "", {"n": 5}),
+        ("<parameter=n>5</parameter/></function></tool_call>", "", {"n": 5}),
+        ("<parameter=n>5</parameter></parameter></function></tool_call>", "", {"n": 5}),
+        ("<parameter=n>5</parameter></function></function></tool_call></tool_call>", "", {"n": 5}),
+        ("<parameter=n>5</parameter></tool_call>", "", {"n": 5}),
+        ("<parameter=n>5</parameter>", "", {"n": 5}),
+        ("<parameter= n >\n5\n</parameter></function>", "", {"n": 5}),
+        ("<parameter=n>\n5\n<parameter=s>\n6\n</function>", "", {"n": 5, "s": "6"}),
+        ("<parameter=n>5</parameter></function>\nDone.", "Done.", {"n": 5}),
+        ("<parameter=n>\n5\n</function>\nDone.", "Done.", {"n": 5}),
+        ("</function>", "", {}),
+    ],
+)
+def test_end_marks_that_are_missing_or_repeated(
+    text: str, content: str, want: object, size: int
+) -> None:
+    for before in ("<tool_call>\n<function=get>\n", "<function=get>\n", "<function= get>"):
+        _, said, [(name, found)] = read(FAMILIES["qwen-coder"].reader(TOOLS), before + text, size)
+        assert (said, name, json.loads(found)) == (content, "get", want)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("family", "text", "content", "calls"),
+    [
+        ("hermes", f"hi {HERMES} bye", "hi\nbye", 1),
+        ("hermes", f"hi {HERMES}{HERMES} bye {HERMES}", "hi\nbye", 3),
+        ("hermes", f"{HERMES} bye", "bye", 1),
+        ("mistral", 'hi[TOOL_CALLS][{"name": "get"}] bye', "hi\nbye", 1),
+        ("qwen-coder", f"{XML} Then.", "Now.\nThen.", 1),
+        ("qwen-coder", "<function=other></function>", "<function=other></function>", 0),
+        ("qwen-coder", "<function=ge", "<function=ge", 0),
+        ("hermes", HERMES.removeprefix("<tool_call>"), "", 1),
+        ("hermes", '{"name": "Ann", "arguments": {}}', '{"name": "Ann", "arguments": {}}', 0),
+        ("hermes", f"```json\n{ARGS}\n```", f"```json\n{ARGS}\n```", 0),
+        ("harmony", "<|channel|>final<|message|>a<|end|><|channel|>final<|message|>b", "a\nb", 0),
+    ],
+)
+def test_text_around_calls(family: str, text: str, content: str, calls: int, size: int) -> None:
+    _, said, found = read(FAMILIES[family].reader(TOOLS), text, size)
+    assert (said, len(found)) == (content, calls)
 
 
 def test_infill_prompts() -> None:

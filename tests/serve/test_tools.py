@@ -69,8 +69,21 @@ def test_arguments_are_an_object_whatever_the_schema_says() -> None:
         assert matcher.validate_tokens(list(f"{begun}{{".encode())) == len(begun) + 1
         for other in ("[", "1", '"', "null"):
             assert matcher.validate_tokens(list(f"{begun}{other}".encode())) == len(begun)
-    with pytest.raises(InvalidInput, match="of type 'string'; arguments are an object"):
-        rule({"name": "f", "parameters": {"type": "string"}})
+    text = {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [{"type": "string"}]}}}
+    for wrong in ({"type": "string"}, text):
+        with pytest.raises(InvalidInput, match="of type 'string'; arguments are an object"):
+            rule({"name": "f", "parameters": wrong})
+
+
+def test_a_tool_without_parameters_gets_none() -> None:
+    for function in ({"name": "f"}, {"name": "f", "parameters": None}):
+        grammar = llguidance.LLMatcher.grammar_from_lark(
+            f"start: {FAMILIES['llama'].call(function)}"
+        )
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+        text = b'{"name": "f", "parameters": {}}'
+        assert matcher.validate_tokens(list(text)) == len(text)
+        assert matcher.validate_tokens(list(text.replace(b"{}", b'{"'))) == len(text) - 2
 
 
 @pytest.mark.parametrize("family", ["hermes", "llama", "mistral", "qwen-coder"])

@@ -1,0 +1,73 @@
+"""GPT-OSS's channels: thoughts, content and tool calls as messages."""
+
+from typing import Literal
+
+from anybit.serve.reading import Collected, Piece, cut
+
+
+class Harmony:
+    """GPT-OSS: `<|channel|>NAME to=functions.TOOL<|message|>TEXT<|end|>`, one after the other."""
+
+    MESSAGE = "<|message|>"
+    ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+    def __init__(self) -> None:
+        self.held, self.count = "", 0
+        self.header = Collected(self.MESSAGE)
+        self.kind: Literal["reasoning", "content", "call"] | None = None  # None: in a header
+        self.unsure: str | None = None  # arguments that may be null
+        self.said: Literal["", "now", "before"] = ""  # whether content has passed: in this message
+
+    @property
+    def thinking(self) -> bool:
+        return self.kind == "reasoning"
+
+    def feed(self, text: str, last: bool = False) -> list[Piece]:
+        self.held += text
+        out: list[Piece] = []
+        while True:
+            if self.kind is None:
+                rest = self.header.feed(self.held)
+                self.held, head = rest or "", self.header.text if last or rest is not None else ""
+                if rest is None:
+                    if last and head.strip() and "<|" not in head:  # no channel at all
+                        out.append(Piece("content", head))
+                    return out
+                out += self._begin(head)
+                self.header = Collected(self.MESSAGE)
+            body, end, self.held = cut(self.held, self.ENDS)
+            if last and end is None:
+                body, self.held = body + self.held, ""
+            assert self.kind is not None
+            if self.kind == "call":
+                body = self._called(body, end is not None, last)
+            if body and self.kind == "content":
+                body, self.said = "\n" * (self.said == "before") + body, "now"
+            if body:
+                out.append(Piece(self.kind, body, self.count - 1 if self.kind == "call" else -1))
+            if end is None:
+                return out
+            self.kind, self.said = None, self.said and "before"
+
+    def _called(self, body: str, ended: bool, last: bool) -> str:
+        """What passes of a call's arguments: none are {}, and so is null."""
+        if self.unsure is None:
+            return body
+        self.unsure = (self.unsure + body).lstrip()
+        text = self.unsure.rstrip()
+        if (ended and not text) or ((ended or last) and text == "null"):
+            return "{}"
+        if "null".startswith(text) and not ended:
+            return ""
+        body, self.unsure = self.unsure, None
+        return body
+
+    def _begin(self, head: str) -> list[Piece]:
+        """Take a message's header: its channel, and the tool that it is for."""
+        channel = head.partition("<|channel|>")[2].split()[:1]
+        tool = head.partition("to=functions.")[2].partition("<|")[0].split()[:1]
+        if tool:
+            self.kind, self.count, self.unsure = "call", self.count + 1, ""
+            return [Piece("call", "", self.count - 1, tool[0])]
+        self.kind = "reasoning" if channel == ["analysis"] else "content"
+        return []
