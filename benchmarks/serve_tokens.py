@@ -1,95 +1,82 @@
 """What a streamed token costs between its id and the socket, without a GPU.
 
-A stand-in engine writes `--streams` streams as fast as the front end takes them; a client in a
-process of its own reads the events over loopback. Prints tokens a second, us of processor time for
-a token in both processes, and a table of the steps in between.
+The engine runs with a stand-in for its model, whose tokens cost nothing, and writes `--streams`
+streams; front ends are the server's, and a client in a process of its own reads the events over
+loopback. Prints tokens a second, us of processor time for a token in all processes, and a table of
+the steps in between.
 
     python benchmarks/serve_tokens.py models/pico --streams 256 --tokens 400
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import resource
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from anybit.engine.async_engine import AsyncEngine, Stream
+import torch
 
 from anybit.engine.detokenizer import Detokenizer
-from anybit.engine.engine import Delta
+from anybit.engine.engine import Observer
 from anybit.engine.llm import LLM
+from anybit.engine.model_runner import Flight
+from anybit.engine.output import Delta
+from anybit.engine.sampler import rows_of
+from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams
+from anybit.serve.channel import Add
 from anybit.serve.events import dumps, event
-from anybit.serve.run import Uvicorn, bind, config
-from anybit.serve.server import Settings
+from anybit.serve.run import FrontEnds, bind, service_of
+from anybit.serve.service import Service
+from anybit.serve.settings import Settings
+from anybit.serve.streams import Stream
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions",
          "messages": "/v1/messages", "responses": "/v1/responses"}  # fmt: skip
 
 
-class StandIn(AsyncEngine):
-    """Steps of one token for every stream, once all are there, and whenever all have been taken."""
+class Fast:
+    """A stand-in for a model: its tokens are those of a text, and cost nothing.
 
-    def __init__(self, llm: LLM, streams: int, ids: list[int]):
-        super().__init__(llm.engine)
-        self.llm, self.wanted, self.ids = llm, streams, ids
-        self.texts_of: dict[str, Detokenizer] = {}
-        self.told: dict[str, int] = {}
-        self.limits: dict[str, int] = {}
-        self.begins: dict[str, int] = {}
-        self.used: list[tuple[float, float]] = []  # processor time at the beginning and the end
+    Counts steps with all `streams`, from the first to the last one.
+    """
 
-    def start(self) -> None:
-        self.loop, self.accepting = asyncio.get_running_loop(), True
-        self.engine.prepare = None
+    overlaps = reads_prompts = False
+    device = torch.device("cpu")
 
-    async def stop(self) -> None:
-        self.accepting = False
+    def __init__(self, ids: list[int], streams: int):
+        self.ids, self.streams, self.tokens = ids, streams, 0
+        self.begun: list[float] = []  # what `marks` gave at the first of them, and
+        self.ended: list[float] = []  # at the last one
+        self.marks: Callable[[], list[float]] = list
 
-    def submit(self, requests: list[tuple[list[int], SamplingParams]]) -> Stream:
-        ((prompt, params),) = requests
-        name = f"request-{len(self.limits)}"
-        stream = Stream([name], {(name, 0)}, len(prompt))
-        self.streams[name], self.told[name] = stream, 0
-        self.limits[name] = params.max_tokens or 16
-        self.begins[name] = 37 * len(self.begins)  # each stream is at another place of the text
-        self.texts_of[name] = Detokenizer(
-            self.llm.decode, prompt, params.stop, plain=self.llm.engine.plain
-        )
-        if len(self.limits) == self.wanted:
-            self.loop.call_later(0.5, self._step)
-        return stream
+    def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
+        rows = rows_of(scheduled)
+        if len(rows) == self.streams:
+            if not self.begun:
+                self.begun = self.marks()
+            self.tokens += len(rows)
+        elif self.begun and not self.ended:
+            self.ended = self.marks()
+        # Each stream is at another place of the text.
+        tokens = [self.ids[(row.at + 37 * int(row.seq.seed)) % len(self.ids)] for row in rows]
+        return Flight(scheduled, rows, None, lambda: (tokens, [None] * len(rows)))
 
-    def abort(self, stream: Stream) -> None:
-        for name in stream.names:
-            self.streams.pop(name, None)
 
-    def _step(self) -> None:
-        if not self.used:
-            self.used.append(used())
-        if any(stream.pending for stream in self.streams.values()):
-            self.loop.call_later(0.0002, self._step)  # a client is behind
-            return
-        deltas = []
-        for name in self.streams:
-            at = self.told[name] = self.told[name] + 1
-            token = self.ids[(at + self.begins[name]) % len(self.ids)]
-            last = at == self.limits[name]
-            text, _ = self.texts_of[name].add([token], last)
-            deltas.append(Delta(name, 0, text, [token], finish="length" if last else None))
-        self._deliver(deltas)
-        if self.streams:
-            self.loop.call_soon(self._step)
-        else:
-            self.loop.call_later(0.1, lambda: self.used.append(used()))
+def spent(process: int) -> float:
+    """Seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def used() -> tuple[float, float]:
@@ -158,9 +145,9 @@ def table(llm: LLM, ids: list[int]) -> None:
 
     prompt, tokens = llm.encode("def main("), itertools.cycle(ids)
     texts = {
-        "token to text": Detokenizer(llm.decode, prompt, plain=llm.engine.plain),
+        "token to text": Detokenizer(llm.decode, prompt, plain=llm.plain),
         "token to text, beside stop strings": Detokenizer(
-            llm.decode, prompt, ["\n\nUser:", "</s>"], plain=llm.engine.plain
+            llm.decode, prompt, ["\n\nUser:", "</s>"], plain=llm.plain
         ),
         "token to text, decoded in a window": Detokenizer(llm.decode, prompt),
     }
@@ -169,7 +156,7 @@ def table(llm: LLM, ids: list[int]) -> None:
         for name, text in texts.items()
     }
     rows["a delta"] = each(lambda: Delta("request-1", 0, " the", [5]))
-    stream = Stream(["request-1"], {("request-1", 0)}, 3)
+    stream = Stream(["request-1"], {("request-1", 0)})
     stream.sink = stream.pending.clear
     delta = Delta("request-1", 0, " the", [5])
 
@@ -205,50 +192,93 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
     parser.add_argument("--path", choices=PATHS, default="chat")
+    parser.add_argument("--front-ends", type=int, default=1)
     given = parser.parse_args()
-    llm = LLM(given.model, kv_bytes=1 << 24)
+    llm = LLM(given.model, kv_bytes=1 << 28, max_running=given.streams)
     ids = ordinary(llm)
     table(llm, ids)
-    settings = Settings(("pico",), queue=2 * given.streams)
-    configured = config(llm, settings)
-    server = configured.app.state.server  # type: ignore[union-attr]
-    server.engine = engine = StandIn(llm, given.streams, ids)
+    llm.engine.prepare = None
+    engine_side(llm, ids, given.streams)
     limit = "max_output_tokens" if given.path == "responses" else "max_tokens"
-    ask: dict[str, Any] = {"stream": True, limit: given.tokens}
+    ask: dict[str, Any] = {"stream": True, limit: given.tokens, "temperature": 0}
     if given.path == "completions":
         ask["prompt"] = "def main("
     else:
         messages = [{"role": "user", "content": "def main("}]
         ask["input" if given.path == "responses" else "messages"] = messages
+    runner = llm.engine.runner = Fast(ids, given.streams)  # type: ignore[assignment]
     ours, theirs = multiprocessing.Pipe()
-    with bind("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
+    with FrontEnds(bind("127.0.0.1", 0), given.front_ends) as front_ends:
+        port = front_ends.listener.getsockname()[1]
+        service = service_of(llm, Settings(("pico",), queue=given.streams), front_ends.start)
+        processes = [process.pid for _, process in front_ends.started]
+        front_ends.give(service)
+        runner.marks = lambda: [
+            time.monotonic(), time.process_time(), sum(map(spent, processes)),
+        ]  # fmt: skip
+        hold(service, runner)
         body = json.dumps(ask).encode()
         process = multiprocessing.get_context("spawn").Process(
             target=client, args=(theirs, port, PATHS[given.path], body, given.streams)
         )
         process.start()
-        running = Uvicorn(configured)
-
-        async def run() -> None:
-            task = asyncio.ensure_future(running.serve([listener]))
-            while not ours.poll():
-                await asyncio.sleep(0.2)
-            running.should_exit = True
-            await task
-
-        with asyncio.Runner(loop_factory=configured.get_loop_factory()) as runner:
-            runner.run(run())
-        seconds, spent, events, size = ours.recv()
+        # Stops when the client has read all.
+        threading.Thread(target=lambda: (ours.poll(None), service.stop(0))).start()
+        service.run()
+        _, spent_there, events, size = ours.recv()
         process.join()
-    count = given.streams * given.tokens
-    (u0, s0), (u1, s1) = engine.used
-    print(f"{given.path}, {given.streams} streams: {events / seconds:,.0f} tokens a second")
-    own, system = (u1 - u0) / count * 1e6, (s1 - s0) / count * 1e6
-    print(f"front end {own + system:.1f} us a token: own {own:.1f}, system {system:.1f}")
+    seconds, engine, fronts = (b - a for a, b in zip(runner.begun, runner.ended, strict=True))
+    each_token = 1e6 / runner.tokens
+    print(f"{given.path}, {given.streams} streams: {runner.tokens / seconds:,.0f} tokens a second")
+    print(f"engine's process {engine * each_token:.1f} us a token, steps included")
+    print(f"front ends {fronts * each_token:.1f} us a token")
     print(
-        f"client {spent / max(events, 1) * 1e6:.1f} us a token, {size / max(events, 1):.0f} bytes"
+        f"client {spent_there / max(events, 1) * 1e6:.1f} us a token, "
+        f"{size / max(events, 1):.0f} bytes"
     )
+
+
+def hold(service: Service, runner: Fast) -> None:
+    """Let no step run before all streams are there."""
+    step = service.engine.step
+
+    def held() -> list[Delta]:
+        if service.texts < runner.streams and not runner.begun:
+            time.sleep(0.001)
+            return []
+        return step()
+
+    service.engine.step = held  # type: ignore[method-assign]
+
+
+def engine_side(llm: LLM, ids: list[int], streams: int, steps: int = 200) -> None:
+    """The engine's part: steps by themselves, and what it takes to tell a front end of them."""
+    runner, engine = llm.engine.runner, llm.engine
+    engine.runner = Fast(ids, streams)  # type: ignore[assignment]
+    ours, theirs = socket.socketpair()
+    service = service_of(llm, Settings(("pico",)))
+    service.attach(0, ours, None)
+    params = SamplingParams(max_tokens=steps + 5, ignore_eos=True)
+    add = Add(0, [([5], params, None)] * streams, time.monotonic())
+    (front,) = service.fronts.values()
+    service._do(front, add)
+    theirs.setblocking(False)
+    stepping = telling = 0.0
+    for _ in range(steps):
+        begun = time.process_time()
+        deltas = engine.step()
+        stepped = time.process_time()
+        service._tell(deltas)
+        service._flush()
+        telling, stepping = telling + time.process_time() - stepped, stepping + stepped - begun
+        with suppress(BlockingIOError):
+            theirs.recv(1 << 20)
+    service._lost(front, BrokenPipeError())
+    theirs.close()
+    count = steps * streams / 1e6
+    print(f"{stepping / count:8.2f} us  the engine's step, without a model")
+    print(f"{telling / count:8.2f} us  the message of a step, in the engine's process")
+    engine.runner, engine.observer = runner, Observer()
 
 
 if __name__ == "__main__":

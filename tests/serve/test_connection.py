@@ -95,10 +95,10 @@ def test_a_client_that_sends_no_more_gets_its_answer(live: Live, stream: bool) -
 def test_a_client_that_has_gone_leaves_nothing(live: Live, stream: bool) -> None:
     """Its last sign is the same as of one that sends no more."""
     body = SHORT | {"stream": stream, "ignore_eos": True, "max_tokens": 400}
-    with held(live.server.llm.engine):
+    with held(live.engine):
         with connect(live.port, request(body)):
-            assert wait_for(lambda: live.server.engine.texts == 1)
-        assert wait_for(lambda: not live.server.engine.streams)
+            assert wait_for(lambda: live.service.texts == 1)
+        assert wait_for(lambda: not live.service.open)
 
 
 def test_a_whole_address_is_a_target(live: Live) -> None:
@@ -150,8 +150,8 @@ def test_requests_ahead_of_their_turn_wait(live: Live) -> None:
     """Any number, of which few are read before the first has its answer; in their order."""
     many = 3000
     with connect(live.port, request(SHORT)) as client:
-        with held(live.server.llm.engine, 0):
-            assert wait_for(lambda: live.server.engine.texts == 1)
+        with held(live.engine, 0):
+            assert wait_for(lambda: live.service.texts == 1)
             client.sendall((VERSION * many).encode())
             client.shutdown(socket.SHUT_WR)
         answer = rest(client)
