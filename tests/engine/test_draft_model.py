@@ -17,7 +17,6 @@ from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Multiplier
-from tests.conftest import DEVICE
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
 from tests.engine.test_speculation import (
@@ -119,7 +118,13 @@ def test_a_guess_ends_where_the_text_does(checkpoint: Checkpoint) -> None:
 def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> None:
     many = prompts(15, vocabulary=50)
     want = LLM(checkpoint("llama")).generate(many, mixed_params(15))
-    loaded = load(checkpoint("llama"), torch.device(DEVICE), torch.float32, None, None)
+    loaded = load(
+        checkpoint("llama"),
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        torch.float32,
+        None,
+        None,
+    )
     model = loaded.model
     assert isinstance(model, Llama)
     model.words = torch.nn.Embedding.from_pretrained(model.embed_tokens[:50])

@@ -4,12 +4,14 @@
 
 Clients stream, wait, leave in the middle, and ask the same again: equal requests must get equal
 tokens, whatever runs beside them. Others send bodies that never end and prompts that cannot fit;
-meanwhile /health must answer within a second. Run by `make soak`, not by the tests.
+meanwhile /health must answer within a second. One of two front ends is killed every minute, which
+may cut only what it serves. Run by `make soak`, not by the tests.
 """
 
 import argparse
 import asyncio
 import collections
+import contextlib
 import json
 import random
 import socket
@@ -19,9 +21,30 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 
 MODEL = Path(__file__).parents[2] / "models" / "pico"
 SERVE = "import sys; from anybit.cli import main; main()"
+
+
+@contextlib.asynccontextmanager
+async def cut(counts: collections.Counter):
+    """Count what a killed front end has cut."""
+    try:
+        yield
+    except httpx.TransportError:
+        counts["cut"] += 1
+        await asyncio.sleep(0.1)
+
+
+async def killer(server: int, end: float, counts: collections.Counter):
+    """Kill a front end every minute."""
+    while time.monotonic() + 20 < end:
+        await asyncio.sleep(min(60, end - time.monotonic() - 15))
+        fronts = [p for p in psutil.Process(server).children() if "serve.front" in p.cmdline()[2]]
+        counts["front ends"] = len(fronts)
+        random.choice(fronts).kill()
+        counts["killed"] += 1
 
 
 async def client(number: int, url: str, end: float, counts: collections.Counter, known: dict):
@@ -36,7 +59,7 @@ async def client(number: int, url: str, end: float, counts: collections.Counter,
             }  # fmt: skip
             leave = rng.randrange(1, 40) if rng.random() < 0.3 else None
             tokens, usage = [], None
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
+            async with cut(counts), http.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code == 503:
                     counts["refused"] += 1
                     await asyncio.sleep(0.1)
@@ -104,7 +127,10 @@ def health(url: str, end: float, seconds: list[float], counts: collections.Count
     with httpx.Client(base_url=url, timeout=120, verify=False) as http:
         while time.monotonic() < end:
             start = time.monotonic()
-            counts["unhealthy"] += http.get("/health").status_code != 200
+            try:
+                counts["unhealthy"] += http.get("/health").status_code != 200
+            except httpx.TransportError:
+                counts["cut"] += 1
             seconds.append(time.monotonic() - start)
             time.sleep(0.1)
 
@@ -118,7 +144,7 @@ async def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", SERVE, "serve", str(MODEL), "--port", str(port), "--dtype",
-               "float32", "--max-running", "16", "--queue", "40", "--kv-gb", "0.01",
+               "float32", "--max-running", "16", "--queue", "40", "--front-ends", "2", "--kv-gb", "0.01",
                "--log-level", "warning"]  # fmt: skip
     server, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
     try:
@@ -134,7 +160,9 @@ async def main() -> int:
         seconds: list[float] = []
         watch = asyncio.to_thread(health, url, end, seconds, counts)
         clients = (client(i, url, end, counts, known) for i in range(args.clients))
-        await asyncio.gather(*clients, nuisance(url, port, end, counts), watch)
+        await asyncio.gather(
+            *clients, nuisance(url, port, end, counts), watch, killer(server.pid, end, counts)
+        )
         await asyncio.sleep(1)
         metrics = {
             line.split("{")[0]: float(line.split()[-1])
@@ -148,7 +176,8 @@ async def main() -> int:
     print(dict(counts), "preemptions", metrics["vllm:num_preemptions_total"], "held", held)
     slow = sum(s > 1 for s in seconds)
     print(f"health: {len(seconds)} checks, slowest {max(seconds):.2f} s, {slow} above 1 s")
-    wrong = counts["lost or doubled"] + counts["not refused"] + counts["unhealthy"] + slow
+    wrong = counts["front ends"] != 2
+    wrong += counts["lost or doubled"] + counts["not refused"] + counts["unhealthy"] + slow
     return 0 if counts["requests"] and not wrong and not any(held) else 1
 
 

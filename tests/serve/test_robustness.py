@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from anybit.engine.llm import LLM
+from anybit.serve.service import Front
 from tests.serve.conftest import Live, held, serving, wait_for
 from tests.serve.test_protocol import events
 
@@ -134,14 +135,19 @@ def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with serving(llm) as live, ThreadPoolExecutor() as pool:
 
             def die() -> list:
-                if len(live.service.open) < 2:
-                    return []
-                raise SystemError("broken")
+                """Once both are being written."""
+                scheduler = llm.engine.scheduler
+                if len(scheduler.running) == 1 and not scheduler.waiting:
+                    return []  # the other one is still to come
+                if sum(seq.generated > 1 for seq in scheduler.running) == 2:
+                    raise SystemError("broken")
+                return step()
 
+            step = llm.engine.step
             monkeypatch.setattr(llm.engine, "step", die)
             (process,) = [front.process for front in live.service.fronts.values()]
             asked = [
-                pool.submit(live.post, "/v1/completions", SHORT | {"stream": stream})
+                pool.submit(live.post, "/v1/completions", LONG | {"stream": stream})
                 for stream in (False, True)
             ]
             told.extend(answer.result() for answer in asked)
@@ -153,6 +159,37 @@ def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (whole.status_code, status) == (500, 0)
     assert "SystemError: broken" in whole.json()["error"]["message"]
     assert events(streamed.text)[-1]["error"]["type"] == "server_error"
+
+
+def test_a_killed_front_end_takes_only_its_requests(tiny: Path) -> None:
+    """The engine drops them at once, what another one serves goes on, and a new one starts."""
+    llm = LLM(tiny, block_size=8)
+    with serving(llm, front_ends=2) as live, ThreadPoolExecutor() as pool:
+        assert wait_for(lambda: all(front.ready for front in live.service.fronts.values()))
+        fronts = list(live.service.fronts.values())
+
+        def ask(front: Front, other: Front) -> "Future[list[str]]":
+            """A stream of a front end, while the other one sleeps."""
+            before = len(live.service.open)
+            other.process.send_signal(signal.SIGSTOP)
+            asked = pool.submit(lambda: list(lines(live.url, LONG | {"stream": True})))
+            assert wait_for(lambda: len(live.service.open) == before + 1)
+            other.process.send_signal(signal.SIGCONT)
+            return asked
+
+        with held(llm.engine):
+            stays, goes = ask(*fronts), ask(*fronts[::-1])
+            assert {found.front for found in live.service.open.values()} == set(fronts)
+            fronts[1].process.kill()
+            assert wait_for(lambda: len(live.service.open) == 1)
+            assert len(llm.engine.requests) == 1
+            with pytest.raises(httpx.TransportError):
+                goes.result()
+        assert stays.result()[-2] == "data: [DONE]"
+        assert '"finish_reason":"length"' in stays.result()[-4]
+        assert wait_for(lambda: [f.ready for f in live.service.fronts.values()] == [True, True])
+        assert live.post("/v1/completions", SHORT).status_code == 200
+        assert live.idle()
 
 
 def test_a_server_that_prepares_steps_is_not_healthy_yet(
