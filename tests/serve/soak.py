@@ -13,7 +13,9 @@ import asyncio
 import collections
 import contextlib
 import json
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +23,6 @@ import time
 from pathlib import Path
 
 import httpx
-import psutil
 
 MODEL = Path(__file__).parents[2] / "models" / "pico"
 SERVE = "import sys; from anybit.cli import main; main()"
@@ -41,9 +42,10 @@ async def killer(server: int, end: float, counts: collections.Counter):
     """Kill a front end every minute."""
     while time.monotonic() + 20 < end:
         await asyncio.sleep(min(60, end - time.monotonic() - 15))
-        fronts = [p for p in psutil.Process(server).children() if "serve.front" in p.cmdline()[2]]
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        fronts = [n for n in children if b"serve.front" in Path(f"/proc/{n}/cmdline").read_bytes()]
         counts["front ends"] = len(fronts)
-        random.choice(fronts).kill()
+        os.kill(int(random.choice(fronts)), signal.SIGKILL)
         counts["killed"] += 1
 
 
@@ -144,8 +146,8 @@ async def main() -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", SERVE, "serve", str(MODEL), "--port", str(port), "--dtype",
-               "float32", "--max-running", "16", "--queue", "40", "--front-ends", "2", "--kv-gb", "0.01",
-               "--log-level", "warning"]  # fmt: skip
+               "float32", "--max-running", "16", "--queue", "40", "--front-ends", "2",
+               "--kv-gb", "0.01", "--log-level", "warning"]  # fmt: skip
     server, url = subprocess.Popen(command), f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
