@@ -156,6 +156,7 @@ def test_bad_formats_are_refused_before_any_work(spec: str, message: str, tmp_pa
 def test_a_missing_model_is_an_error_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(anybit, "__file__", str(tmp_path / "anybit" / "__init__.py"))
     with pytest.raises(FileNotFoundError, match="run `make demo`"):
         demo(out=tmp_path / "out")

@@ -1,5 +1,6 @@
 """tests/report.py: what a run tells of failures and of time, in one process and in several."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,8 @@ def run(folder: Path, *options: str, dies: bool = False) -> list[str]:
     (folder / "test_it.py").write_text(TESTS.format(dies=dies))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
     command += ["-p", "no:schemathesis", "--rootdir", str(folder), str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    return subprocess.run(command, env=env, capture_output=True, text=True).stdout.splitlines()
 
 
 @pytest.mark.parametrize("options", [(), ("--numprocesses", "1")], ids=["one", "workers"])

@@ -160,16 +160,16 @@ def quantize(
     )
 
     chosen = plan_of_options(formats, plan, calibrate is not None)
-    text = None
-    if calibrate is not None:
-        text = calibration_of(calibrate, samples, length, kv_scales)
-    elif formats or plan or method:
-        dense_directory(check_paths(model, out, overwrite))  # before a word of what comes next
-        text = default_calibration(chosen, method)
-    if text is None:
-        warn_of_few_bits(chosen)
     rounded = calibrate is None and method is None
     with pushing(out, push_to):
+        text = None
+        if calibrate is not None:
+            text = calibration_of(calibrate, samples, length, kv_scales)
+        elif formats or plan or method:
+            dense_directory(check_paths(model, out, overwrite))  # before a word of what comes next
+            text = default_calibration(chosen, method)
+        if text is None:
+            warn_of_few_bits(chosen)
         typer.echo(
             quantize_directory(model, out, chosen, method, text, overwrite, or_rounded=rounded)
         )

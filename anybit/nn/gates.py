@@ -17,8 +17,8 @@ def gates(model: nn.Module) -> set[str]:
     """Names of the linear layers that make decays, step sizes and gates of heads, and routers."""
     out = set[str]()
     for name, module in model.named_modules():
-        decay = module._parameters.get(DECAY) if not name.endswith("experts") else None
-        if decay is not None:
+        decay = getattr(module, DECAY, None) if not name.endswith("experts") else None
+        if isinstance(decay, nn.Parameter):
             per_head = decay.ndim != 2
             count = decay.numel() if per_head else len(decay)
             for key, (n, k) in linears(module):

@@ -87,7 +87,7 @@ def test_a_text_waits_for_all_its_blocks() -> None:
 
 
 def make(tokens: list[int], limit: int) -> Sequence:
-    return Sequence("r", 0, tokens, SamplingParams(), None, limit, frozenset())  # type: ignore[arg-type]
+    return Sequence("r", 0, tokens, SamplingParams(), limit)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts a CPU's rows")

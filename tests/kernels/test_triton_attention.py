@@ -448,11 +448,11 @@ def test_the_engine_on_these_kernels(
         return FakeGraph(lambda: self._forward(rows, size), out), out
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
-    monkeypatch.setattr(StepGraphs, "reads", True)
     # Two splits; every program takes a while here.
     monkeypatch.setattr(kernels, "at_once", lambda *_: 16)
     sizes = () if kv == "int4" else (8, 16)  # one reads prompts without a graph
     runner.graphs = StepGraphs(runner.model, runner.states, 4, 4, 16, prompts=sizes)
+    runner.graphs.reads = True
     assert [o.tokens for o in llm.generate(many, params)] == want
     assert set(runner.graphs.graphs) == {4}  # three texts in the next larger size
     read = runner.graphs.prompts

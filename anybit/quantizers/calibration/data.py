@@ -109,8 +109,8 @@ class Calibration:
         ids, begin = self.source, list[int]()
         if not isinstance(ids, ARRAYS):
             tokenizer = self.tokenizer or tokenizer_of(model)
-            begin = before_text(tokenizer)[:length]
             ids = self._tokenize(ids, tokenizer, self.samples * length)
+            begin = before_text(tokenizer)[:length] if len(ids) else begin
         check_ids(ids)
         if ids.ndim == 2:
             return checked_ids(ids, model)
