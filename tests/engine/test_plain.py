@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from anybit.engine.detokenizer import CONTEXT, LONGEST, UNKNOWN, Detokenizer
-from anybit.engine.llm import decoder
+from anybit.engine.language import decoder
 from anybit.engine.plain import plain
 from tests.engine.conftest import PICO
 

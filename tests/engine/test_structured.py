@@ -12,9 +12,10 @@ import torch
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from anybit.engine.llm import LLM
+from anybit.engine.masks import fill, unpacked
 from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Grammars, Structured, by_number, fill, unpacked
+from anybit.engine.structured import Grammars, Structured, by_number
 from anybit.errors import InvalidInput, InvalidType
 from tests.engine.conftest import PICO, one_thread
 
