@@ -75,12 +75,21 @@ def test_single_tokens_are_what_all_together_are(tokenizer: PreTrainedTokenizerF
 
 
 def test_pieces_of_characters_are_as_with_windows(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Also where they are broken, and where a prompt ends inside of one."""
-    choose, size = random.Random(3), len(tokenizer)
+    """Also where a prompt ends inside of one, and, of byte-level tokens, where they are broken.
+
+    Byte fallback writes all bytes of a row as U+FFFD if one is none of a character's: what has been
+    shown is then no longer what decoding gives, and where a window begins decides what follows.
+    """
+    choose, name = random.Random(3), tokenizer.convert_ids_to_tokens
+    parts = [[t] for t in range(len(tokenizer)) if name(t) not in BYTES]
+    if len(parts) < len(tokenizer):
+        rows = ([f"<0x{byte:02X}>" for byte in char.encode()] for char in "Aé東🙂")
+        parts += 10 * [tokenizer.convert_tokens_to_ids(row) for row in rows]
     texts = "naïve 東京 🙂👩‍👩‍👧 \n\t'ünïcödé'  # ∀x∈∅\r\n a b<tool> the<s>ing"
     encoded = tokenizer.encode(texts * 3, add_special_tokens=False)
     for i in range(200):
-        tokens = encoded if i % 2 else [choose.randrange(size) for _ in range(50)]
+        drawn = [t for part in choose.choices(parts, k=50) for t in part]
+        tokens = encoded if i % 2 else drawn
         cut = choose.randrange(12)
         prompt, rest = tokens[:cut], tokens[cut:]
         fast = Detokenizer(decoder(tokenizer), prompt, ["zz"], plain=plain(tokenizer))
