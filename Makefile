@@ -48,12 +48,8 @@ quick: .venv/.installed  ## Lint, and run the tests closest to what differs from
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo --no-cache
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.quick --seconds 40
 
-size:  ## Count lines of code by folder, and words of pages.
-	@for folder in anybit/* tests benchmarks docs/tables; do \
-		printf '%7d lines  %s\n' "$$(git ls-files $$folder | grep '\.py$$' | tr '\n' '\0' | xargs -0 cat | wc -l)" $$folder; \
-	done | grep -v ' 0 lines' | sort -rn
-	@printf '%7d lines  anybit\n' "$$(git ls-files anybit | grep '\.py$$' | tr '\n' '\0' | xargs -0 cat | wc -l)"
-	@printf '%7d words  README and docs\n' "$$(cat README.md docs/*.md docs/papers/*.md | wc -w)"
+size:  ## Count tokens of Python by folder, and words of pages.
+	@$(PYTHON) tests/size.py
 
 docs: .venv/.installed  ## Build the documentation into site/; open site/index.html.
 	@echo "== mkdocs"
