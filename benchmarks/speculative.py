@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("what", choices=["texts", "steps"])
     parser.add_argument("model", help="a directory, or for steps one of " + ", ".join(SHAPES))
     parser.add_argument("--formats", nargs="+", default=["bf16"])
-    parser.add_argument("--drafts", nargs="+", default=["none", "ngram", "auto"])
+    parser.add_argument("--drafts", nargs="+", default=["none", "ngram"])
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])

@@ -37,7 +37,7 @@ MOST_DRAFTED = 128  # tokens of a captured step with drafts
 
 @dataclass(frozen=True)
 class Settings:
-    """How an engine runs, as `LLM` has it. draft: None, "ngram", "mtp", "auto", another model."""
+    """How an engine runs, as `LLM` has it. draft: None, "ngram", "mtp", another model."""
 
     kv: KvFormat
     kv_bytes: int | None
@@ -174,23 +174,14 @@ def draft_model(
 ) -> DraftModel:
     """Guesses by a smaller model for the one that a runner runs."""
     assert not isinstance(small.model, Generator)
-    apart, head = has_own_cache(settings), isinstance(small.model, Mtp)
-    states = None if apart else runner.states
+    head = isinstance(small.model, Mtp)
     graphs = graph_rows(settings) if head else settings.max_running
-    behind = ModelRunner(small.model, room, graphs, settings.max_tokens, states=states)
+    behind = ModelRunner(small.model, room, graphs, settings.max_tokens)
     rows = room.rows - 1 if small.model.recurrent else 0
-    own = (
-        BlockManager(room.blocks, room.block_size, settings.prefix_caching, rows) if apart else None
-    )
+    own = BlockManager(room.blocks, room.block_size, settings.prefix_caching, rows)
     if head:
-        assert own is not None
         return MtpDraft(behind, vocabulary, own, settings.max_tokens, runner)
     return DraftModel(behind, vocabulary, own, settings.max_tokens)
-
-
-def has_own_cache(settings: Settings) -> bool:
-    """Whether the model that guesses has a cache of its own: another one has."""
-    return settings.draft != "auto"
 
 
 def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
@@ -203,7 +194,7 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
     model, most = loaded.model, settings.max_running
     assert not isinstance(model, Generator)
     models = [model]
-    if small is not None and has_own_cache(settings):
+    if small is not None:
         assert not isinstance(small.model, Generator)
         models.append(small.model)
     tokens = min(settings.max_tokens, most * model.length)

@@ -1,12 +1,5 @@
-"""Drafts by a smaller model: one of few bits made of the model itself, or another directory's.
+"""Drafts by a smaller model. It has a cache of its own, and reads texts before it guesses."""
 
-The first one has the model's own layers, heads and cache: it reads the K and V that the model has
-written, and those that it writes itself are overwritten when the model runs what it has guessed. So
-it takes no memory but for its weights, and no prompt is read twice. Another model has a cache, and
-reads texts up to where they are before it guesses.
-"""
-
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -28,17 +21,14 @@ from anybit.errors import InvalidInput
 from anybit.files.hub import name_of
 from anybit.nn.multiplier import Keep
 
-# Of a model that guesses for itself: the first that fits its layers. Fewer bits are not faster
-# where it counts, and their guesses are worse (notes/engine.md).
-FORMATS = ("int4:group=64", "int4:group=32", "int4")
 BEHIND = 4  # tokens that a text's first guess may have to run before it
 
 
 class DraftModel:
     """Guesses by what a smaller model would say with the same parameters and random numbers.
 
-    vocabulary: tokens of the large model. blocks: of the runner's cache; None: that is the large
-    model's. chunk: tokens of prompts in a step.
+    vocabulary: tokens of the large model. blocks: of the runner's cache. chunk: tokens of prompts
+    in a step.
 
     Attributes:
         skips: Tokens at the beginning of a text that the model does not read.
@@ -47,12 +37,10 @@ class DraftModel:
 
     skips, keeps = 0, True
 
-    def __init__(
-        self, runner: ModelRunner, vocabulary: int, blocks: BlockManager | None, chunk: int
-    ):
+    def __init__(self, runner: ModelRunner, vocabulary: int, blocks: BlockManager, chunk: int):
         self.runner, self.vocabulary, self.blocks, self.chunk = runner, vocabulary, blocks, chunk
         self.known = len(runner.model.embed_tokens)  # tokens that it can read
-        self.texts: dict[Sequence, Sequence] = {}  # as they are in a cache of its own
+        self.texts: dict[Sequence, Sequence] = {}  # as they are in its cache
 
     def reach(self, rows: list[Row], most: int) -> list[int]:
         """How many tokens fit into its length."""
@@ -62,8 +50,6 @@ class DraftModel:
     @torch.inference_mode()
     def read(self, rows: list[Row], counts: list[int]) -> list[int]:
         """Read what is new in texts; how many tokens can be guessed for each now."""
-        if self.blocks is None:
-            return counts
         budget, scheduled = self.chunk, []
         out = [0] * len(rows)
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -118,7 +104,7 @@ class DraftModel:
                     ):
                         active.remove(i)
         for row, guess in zip(rows, guesses, strict=True):
-            if guess and self.blocks is not None:
+            if guess:
                 text = self.texts[row.seq]
                 self.blocks.computed(text, len(text.tokens))
                 if self.keeps:
@@ -128,18 +114,15 @@ class DraftModel:
     def forget(self, seq: Sequence) -> None:
         """A text has ended."""
         text = self.texts.pop(seq, None)
-        if text is not None and self.blocks is not None:
+        if text is not None:
             self.blocks.release(text)
 
     def _step(self, seq: Sequence, guess: list[int]) -> Scheduled:
         """The step that chooses what comes behind a guess."""
+        text = self.texts[seq]
         if guess:
-            text = self.texts.get(seq, seq)
             last = len(text.tokens) + len(guess) - 1
             return Scheduled(text, last, 1, True, guessed=last - text.computed)
-        if self.blocks is None:
-            return Scheduled(seq, len(seq.tokens) - 1, 1, True)
-        text = self.texts[seq]
         return Scheduled(text, text.computed, 1, True, tuple(text.tokens[text.computed + 1 :]))
 
     def _logits(self, scheduled: list[Scheduled], given: list[int] | None) -> Tensor:
@@ -160,7 +143,6 @@ class DraftModel:
 
     def _caught_up(self, seq: Sequence) -> Sequence:
         """A text with the tokens that it has by now; those that were guessed right have run."""
-        assert self.blocks is not None
         text, tokens = self.texts.get(seq), seq.tokens[self.skips :]
         if text is None:
             # Prefixes are those of texts whose skipped tokens are the same, too.
@@ -192,19 +174,18 @@ def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: b
             "deterministic and draft exclude each other: the shape of a step would depend on what "
             "was guessed; leave out one"
         )
-    if isinstance(draft, Loaded) or draft in ("ngram", "auto", "mtp"):
+    if isinstance(draft, Loaded) or draft in ("ngram", "mtp"):
         return
     there = (Path(draft) / "config.json").is_file() or is_gguf(Path(draft))
     if not there and name_of(draft) is None:
         raise InvalidInput(
-            f"draft={str(draft)!r} is neither ngram, mtp nor auto, nor the directory of a model, "
-            "nor org/name of the hub"
+            f"draft={str(draft)!r} is neither ngram nor mtp, nor the directory of a model, nor "
+            "org/name of the hub"
         )
 
 
 def load_draft(
     draft: str | Path | Loaded | None,
-    directory: Path | None,
     loaded: Loaded,
     device: torch.device,
     length: int | None,
@@ -213,14 +194,12 @@ def load_draft(
     """The model that guesses for another; None where none does (None, "ngram").
 
     Args:
-        draft: A directory, a GGUF file, org/name of the hub, "auto" for a version of the model
-            itself in few bits, or "ngram".
-        directory: Of the other model.
+        draft: A directory, a GGUF file, org/name of the hub, "mtp" or "ngram".
         loaded: The other model.
         length: As for the other model.
 
     Raises:
-        InvalidInput: It has other tokens, or cannot be made of this model.
+        InvalidInput: It has other tokens, or this model has none.
     """
     if draft is None:
         return None
@@ -239,13 +218,6 @@ def load_draft(
                 f"the draft model is on {weights.device}, and the model on {device}; load both "
                 "there"
             )
-    elif draft == "auto":
-        if directory is None:
-            raise InvalidInput("draft='auto' reads the model's directory; give a Loaded as draft")
-        own = itself(directory, device, loaded.dtype, length, keep)
-        large, small = loaded.model, own.model
-        if not (isinstance(large, Generator) or isinstance(small, Generator) or small.hosted):
-            share(large, small)
     else:
         own = load(Path(draft), device, loaded.dtype, None, length, keep=keep)
     if isinstance(own.model, Generator):
@@ -273,16 +245,5 @@ def further(loaded: Loaded) -> Loaded:
 
 
 def share(large: Decoder, small: Decoder) -> None:
-    """Give a model that guesses for another one that one's embeddings and output."""
+    """Give the head of a model that one's embeddings and output."""
     small.words, small.lm_head = large.words, large.lm_head
-
-
-def itself(
-    directory: Path, device: torch.device, dtype: torch.dtype, length: int | None, keep: Keep
-) -> Loaded:
-    """A model in the first of FORMATS that fits."""
-    *first, last = FORMATS
-    for spec in first:
-        with suppress(InvalidInput):  # layers have no whole groups
-            return load(directory, device, dtype, spec, length, keep=keep, rougher=True)
-    return load(directory, device, dtype, last, length, keep=keep, rougher=True)

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from anybit.engine.assemble import Settings, assemble, kv_format
 from anybit.engine.checks import integer, wrong
-from anybit.engine.draft_model import DraftModel, check_draft, load_draft, share
+from anybit.engine.draft_model import check_draft, load_draft, share
 from anybit.engine.language import Language
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
+from anybit.engine.mtp_draft import MtpDraft
 from anybit.engine.output import Completion, Output
 from anybit.engine.ready import make_ready
-from anybit.engine.reload import again
+from anybit.engine.reload import rebuild
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.transcript import Transcripts
 from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
@@ -70,10 +71,9 @@ class LLM(Language):
     adapters: directories of LoRA adapters that peft has written, by the names under which
         `SamplingParams.adapter` asks for them; each sequence of a step may have its own.
     draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
-        followed earlier in the sequence), "mtp" (the head that the checkpoint has for that), "auto"
-        (the model itself in 4 bits), or a smaller model with the same tokenizer. Outputs are the
-        same as without. draft_tokens: the longest guess.
-
+        followed earlier in the sequence), "mtp" (the head that the checkpoint has for that), or a
+        smaller model with the same tokenizer. Outputs are the same as without.
+    draft_tokens: the longest guess.
     max_itl: milliseconds that a step with a prompt may take while other sequences run, which bounds
         the time between their tokens. "auto": 20 on a GPU, and on a CPU 1.5 times what a step
         without prompts takes. On a GPU all kernels are compiled and all graphs captured before
@@ -131,7 +131,7 @@ class LLM(Language):
                 directory, device, DTYPES.get(dtype), quantization, length, given, keep, beside,
                 further=draft == "mtp",
             )  # fmt: skip
-        small = load_draft(draft, directory, loaded, device, length, keep)
+        small = load_draft(draft, loaded, device, length, keep)
         kv = kv_format(loaded, kv_cache)
         if kv.loss:
             log.warning("kv_cache=%r: %s", kv.name, kv.loss)
@@ -143,7 +143,6 @@ class LLM(Language):
         self.config, self.dtype = loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
         self.plan, self.keep = loaded.plan, keep
-        self.draft_plan = small.plan if small is not None and draft == "auto" else None
         self.kv_cache = kv.name
         self.engine = assemble(loaded, small, settings)
         self.engine.adapters = tuple(beside)
@@ -160,8 +159,8 @@ class LLM(Language):
         """Replace all weights of the model, which stays in use as it is if that fails.
 
         Layers that are quantized are quantized anew as they arrive, round to nearest, in the
-        formats that they have, and so is what `draft="auto"` has made of them. The new model is
-        laid out beside the old one: that takes the memory of the quantized weights once more.
+        formats that they have. The new model is laid out beside the old one: that takes the memory
+        of the quantized weights once more.
 
         Args:
             weights: Dense tensors by the names of checkpoints or of transformers' model, in any
@@ -187,28 +186,19 @@ class LLM(Language):
             raise Unsupported(
                 "the KV cache has scales that were made for the old weights; use kv_cache='model'"
             )
-        runners, plans = [runner], [self.plan]
-        drafter = self.engine.speculation.drafter if self.engine.speculation else None
-        if self.draft_plan is not None:
-            assert isinstance(drafter, DraftModel)
-            runners.append(drafter.runner)
-            plans.append(self.draft_plan)
-        models = [runner.model for runner in runners]
-        fresh = again(models, weights, plans, self.keep)
-        if runner.model.remembers:  # for a head, which stays as it is
-            fresh[0].remember()
-            assert isinstance(drafter, DraftModel)
-            assert drafter.blocks is not None
+        fresh = rebuild(runner.model, weights, self.plan, self.keep)
+        speculation = self.engine.speculation
+        drafter = speculation.drafter if speculation else None
+        if isinstance(drafter, MtpDraft):  # its head stays as it is
+            fresh.remember()
             drafter.blocks.forget()
-            runners.append(drafter.runner)
-            fresh.append(drafter.runner.model)
-        for small in fresh[1:]:
-            share(fresh[0], small)
+            share(fresh, drafter.runner.model)
         self.engine.scheduler.blocks.forget()  # first: what follows may be interrupted
-        for each, model in zip(runners, fresh, strict=True):
-            each.replace(model)
-        if self.engine.speculation is not None:
-            self.engine.speculation.renew()
+        runner.replace(fresh)
+        if isinstance(drafter, MtpDraft):
+            drafter.runner.replace(drafter.runner.model)
+        if speculation is not None:
+            speculation.renew()
 
     def embed(self, prompts: Prompt | Items[Prompt]) -> list[list[float]]:
         """A vector (hidden,) of length 1 for each prompt: the mean of its last hidden states."""

@@ -25,7 +25,7 @@ from anybit.engine.models.fields import check_fields
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.mtp import head_of
 from anybit.engine.models.rope import rope_parameters
-from anybit.engine.weights import Checkpoint, Rougher, Weights, reading
+from anybit.engine.weights import Checkpoint, Weights, reading
 from anybit.errors import InvalidInput, Unsupported, loading
 from anybit.files.directory import quantization_of, read_json
 from anybit.nn.model import quantized_modules
@@ -107,7 +107,6 @@ def load(
     cache_options: Iterable[str] = (),
     keep: Keep = "auto",
     adapters: Mapping[str, Path] | None = None,
-    rougher: bool = False,
     further: bool = False,
 ) -> Loaded:
     """Load a model directory: dense, anybit's own, or another tool's.
@@ -117,17 +116,15 @@ def load(
     What the engine does not know runs as transformers has it, on the engine's KV cache where that
     is possible, and else in `generate`, unless there are cache_options: those that a user has set
     of the engine's KV cache. keep: as in `anybit.load`. adapters: directories of LoRA adapters by
-    name. rougher: bring what is quantized already to `quantization`, too, then one format. further:
-    load the checkpoint's head for further tokens as well.
+    name. further: load the checkpoint's head for further tokens as well.
 
     Raises FileNotFoundError or ValueError with the fact and the remedy.
     """
     directory = ready(directory)
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
-    own = None if rougher and formats is not None else quantization
-    known, words = (None, "") if own is not None else restored(directory, formats)
-    before = [] if known or own is not None else facts_of(directory, [])
+    known, words = (None, "") if quantization is not None else restored(directory, formats)
+    before = [] if known or quantization is not None else facts_of(directory, [])
     bare = None if known else bare_model(directory)
     config = known.config if known else bare.config  # type: ignore[union-attr]
     if dtype is None:
@@ -138,9 +135,8 @@ def load(
         kind = model_class(config, directory)
         if known is None:
             check_fields(kind, bare, directory)
-        read = known or reading(directory, bare, formats, own)
-        given = directory, device, dtype, read, formats, keep
-        weights = Checkpoint(*given) if own == quantization else Rougher(*given, quantization)
+        read = known or reading(directory, bare, formats, quantization)
+        weights = Checkpoint(directory, device, dtype, read, formats, keep)
         check_weights(directory, weights.least_bytes(), device)
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
@@ -161,13 +157,8 @@ def load(
             forget(directory)
             return load(
                 directory, device, dtype, quantization, length, cache_options, keep, adapters,
-                rougher, further,
+                further,
             )  # fmt: skip
-        if rougher and formats is not None:
-            raise InvalidInput(
-                f"{directory} is quantized already, and transformers' modules run it; no smaller "
-                "version of it can be made"
-            ) from None
         if further:
             raise Unsupported(
                 f"{reason}, and draft='mtp' needs a model that it knows; use another draft"
@@ -187,7 +178,7 @@ def load(
         for layer in layers:
             quantized[layer.scheme] += math.prod(layer.shape)
     tokenizer = tokenizer_in(directory, words)
-    if isinstance(model, Decoder) and not model.hosted and own is None and known is None:
+    if isinstance(model, Decoder) and not model.hosted and quantization is None and known is None:
         keep_known(directory, read, tokenizer, before)
     eos = end_tokens(directory, config)
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan, head)

@@ -18,7 +18,7 @@ from anybit.engine.scheduler import Scheduled
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS
-from anybit.kernels.state import LayerState, Room, RowStates
+from anybit.kernels.state import Room, RowStates
 
 # Sequences of a recorded step on a CPU. A larger step spends little of its time between products,
 # and a recording keeps all that lies between them.
@@ -66,8 +66,7 @@ class ModelRunner:
     """A model and what its layers remember, on one device.
 
     graphs: the largest batch to capture; 0: none. tokens: of a step, at most. steady: decode steps
-    are all of the same shape. states: those of another runner; None: it gets its own. drafts:
-    whether steps may have drafted tokens.
+    are all of the same shape. drafts: whether steps may have drafted tokens.
 
     Attributes:
         rows: Texts that a steady decode step writes at once.
@@ -82,11 +81,10 @@ class ModelRunner:
         graphs: int = 0,
         tokens: int = 2048,
         steady: bool = False,
-        states: list[LayerState] | None = None,
         drafts: bool = False,
     ):
         self.model, self.block_size, self.device = model, room.block_size, room.device
-        self.states = states or [memory.empty(room) for memory in model.memories]
+        self.states = [memory.empty(room) for memory in model.memories]
         self.overlaps = self.device.type != "cpu"  # the host goes on while the device works
         by_kernels = all(state.by_kernels for state in self.states)
         self.graphs = None

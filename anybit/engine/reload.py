@@ -126,32 +126,41 @@ class Arrived(Weights):
 
 
 @torch.inference_mode()
-def again(
-    models: list[Decoder],
+def rebuild(
+    model: Decoder,
     weights: Iterable[tuple[str, Tensor]],
-    plans: list[Mapping[str, str]],
+    plan: Mapping[str, str],
     keep: Keep,
-) -> list[Decoder]:
-    """The same models with other weights; those that run stay as they are.
+) -> Decoder:
+    """The same model with other weights; the one that runs stays as it is.
 
     Args:
-        models: Those that run: one, and what has been made of it in fewer bits.
+        model: The one that runs.
         weights: Dense tensors by the names of checkpoints, in any order.
-        plans: The scheme of each quantized layer, for each model.
+        plan: The scheme of each quantized layer.
         keep: As in `anybit.load`.
 
     Raises:
         InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.
     """
-    main = models[0]
-    shares = not main.config.tie_word_embeddings and repeats_embeddings(main)
-    sources = [Arrived(m, plan, keep, shares) for m, plan in zip(models, plans, strict=True)]
+    shares = not model.config.tie_word_embeddings and repeats_embeddings(model)
+    source = Arrived(model, plan, keep, shares)
     for name, tensor in pairs(weights):
-        own = tensor.detach().to(main.embed_tokens.device, copy=True)  # a trainer changes its own
+        own = tensor.detach().to(model.embed_tokens.device, copy=True)  # a trainer changes its own
         check_finite(own, name)
-        for source in sources:
-            source.take(name, own)
-    return [rebuilt(model, source) for model, source in zip(models, sources, strict=True)]
+        source.take(name, own)
+    if model.config.tie_word_embeddings:
+        source.held.pop(HEAD, None)
+    fresh = type(model)(model.config, source, model.length).eval()
+    fresh.exact_answers = model.exact_answers
+    names = dict.fromkeys(source.sent[name] for name in source.held)
+    left = [n for n in names if not any(fnmatchcase(n, pattern) for pattern in IGNORED)]
+    if left:
+        raise InvalidInput(
+            f"{len(left)} tensors have no place in the model, such as {', '.join(left[:3])}; send "
+            "them under the names that checkpoints of the model have"
+        )
+    return fresh
 
 
 def pairs(weights: Any) -> Iterator[tuple[str, Tensor]]:
@@ -170,22 +179,6 @@ def pairs(weights: Any) -> Iterator[tuple[str, Tensor]]:
         if not tensor.is_floating_point():
             raise InvalidInput(f"{name} holds {tensor.dtype}; floats are wanted, and no codes")
         yield name, tensor
-
-
-def rebuilt(model: Decoder, source: Arrived) -> Decoder:
-    """A model of the same kind from what has come."""
-    if model.config.tie_word_embeddings:
-        source.held.pop(HEAD, None)
-    fresh = type(model)(model.config, source, model.length).eval()
-    fresh.exact_answers = model.exact_answers
-    names = dict.fromkeys(source.sent[name] for name in source.held)
-    left = [n for n in names if not any(fnmatchcase(n, pattern) for pattern in IGNORED)]
-    if left:
-        raise InvalidInput(
-            f"{len(left)} tensors have no place in the model, such as {', '.join(left[:3])}; send "
-            "them under the names that checkpoints of the model have"
-        )
-    return fresh
 
 
 def repeats_embeddings(model: Decoder) -> bool:

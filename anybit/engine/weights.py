@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from anybit.checkpoint.layout import Tensors, check_fit, check_missing, cut_as, layout
 from anybit.checkpoint.stream import plan_quantization
-from anybit.core.format import get_format
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.lora import Adapters
@@ -369,27 +368,6 @@ class Checkpoint(Weights):
                 f"no format for it ({plan_text(self.named)})"
             )
         return scheme
-
-
-class Rougher(Checkpoint):
-    """A quantized checkpoint whose quantized layers are all rounded again, to one format."""
-
-    def __init__(
-        self, directory: Path, device: torch.device, dtype: torch.dtype, found: Reading,
-        formats: Mapping[str, str | None] | None, keep: Keep, quantization: Any,
-    ):  # fmt: skip
-        super().__init__(directory, device, dtype, found, formats, keep)
-        self.format = get_format(quantization)
-
-    def least_bytes(self) -> int:
-        return 0  # its layers become smaller
-
-    def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
-        weight, b, _ = super().part(name, shape, bias)
-        if isinstance(weight, Packed):
-            weight = quantize_tensor(weight.dequantize(), self.format)
-            self.plan[name] = scheme_name(self.format, None)
-        return weight, b, None
 
 
 def plan_text(plan: Mapping[str, str | None]) -> str:

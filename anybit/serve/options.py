@@ -48,8 +48,7 @@ Draft = Annotated[
     str | None,
     typer.Option(
         help="Speculative decoding: ngram (what followed earlier in the sequence), mtp (the "
-        "model's own head for further tokens), auto (a copy of the model in 4 bits), or a smaller "
-        "model with the same tokenizer.",
+        "model's own head for further tokens), or a smaller model with the same tokenizer.",
         rich_help_panel=ADVANCED,
     ),
 ]

@@ -8,15 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit.engine.draft_model import FORMATS, DraftModel
+from anybit.engine.draft_model import DraftModel
 from anybit.engine.llm import LLM
 from anybit.engine.loader import load
 from anybit.engine.models.llama import Llama
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
-from anybit.nn.linear import QuantLinear
-from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
 from tests.engine.test_speculation import (
@@ -36,7 +34,7 @@ def assert_no_draft_is_held(llm: LLM) -> None:
     drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
     assert isinstance(drafter, DraftModel)
     assert not drafter.texts
-    assert drafter.blocks is None or drafter.blocks.holders == [0] * drafter.blocks.count
+    assert drafter.blocks.holders == [0] * drafter.blocks.count
 
 
 @pytest.mark.parametrize(
@@ -46,8 +44,6 @@ def assert_no_draft_is_held(llm: LLM) -> None:
         ("llama", {"max_tokens": 9, "block_size": 4}, True),
         ("llama", {"kv_cache": "int8", "block_size": 4, "kv_bytes": 40 * 4 * 2 * 160}, True),
         ("qwen2", {}, False),
-        ("auto", {}, False),
-        ("auto", {"kv_cache": "int8", "block_size": 4, "max_running": 3}, False),
     ],
 )
 def test_a_draft_models_guesses_change_no_token(
@@ -56,8 +52,7 @@ def test_a_draft_models_guesses_change_no_token(
     """The model itself guesses right, also when sampled, and after prompts in chunks."""
     kind = {"kv_cache": options["kv_cache"]} if "kv_cache" in options else {}
     want = alone(checkpoint, "llama", **kind)
-    directory = draft if draft == "auto" else checkpoint(draft)
-    llm = drafting(LLM(checkpoint("llama"), draft=directory, **options))
+    llm = drafting(LLM(checkpoint("llama"), draft=checkpoint(draft), **options))
     assert_same(llm.generate(prompts(15), mixed_params(15)), want)
     stats = llm.engine.stats
     assert stats.accepted_tokens > 0
@@ -69,32 +64,24 @@ def test_a_draft_models_guesses_change_no_token(
     assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
 
 
-@pytest.mark.parametrize("kind", ["fp6", "starcoder2"])
-def test_a_model_of_any_kind_drafts_for_itself(
+@pytest.mark.parametrize("kind", ["llama", "starcoder2"])
+def test_a_model_of_any_kind_drafts(
     checkpoint: Checkpoint, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is quantized already, and one that transformers' modules run."""
-    directory = checkpoint("llama")
-    if kind == "fp6":
-        model = AutoModelForCausalLM.from_pretrained(directory)
-        anybit.save(anybit.quantize_(model, "fp6"), tmp_path / "fp6")
-        directory = tmp_path / "fp6"
-    else:
-        monkeypatch.setitem(ARCHITECTURES, kind, (kind, {"sliding_window": 12}))
-        directory = checkpoint(kind)
+    """A quantized one, which the engine or transformers' modules run."""
+    monkeypatch.setitem(ARCHITECTURES, "starcoder2", ("starcoder2", {"sliding_window": 12}))
+    directory = checkpoint(kind)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    anybit.save(anybit.quantize_(model, "int4:group=32"), tmp_path / "few")
     want = LLM(directory).generate(prompts(8), mixed_params(8))
-    llm = drafting(LLM(directory, draft="auto"))
+    llm = drafting(LLM(directory, draft=tmp_path / "few"))
     assert_same(llm.generate(prompts(8), mixed_params(8)), want)
     assert_taken(llm.engine)
-    drafter = llm.engine.speculation.drafter  # type: ignore[union-attr]
-    assert isinstance(drafter, DraftModel)
-    kinds = (Multiplier, QuantLinear)  # ours, and those in modules of transformers
-    layers = [m for m in drafter.runner.model.modules() if isinstance(m, kinds)]
-    assert {layer.scheme for layer in layers} == {FORMATS[1]}  # of groups that fit
 
 
 def test_a_draft_follows_grammar_and_penalties(pico: LLM) -> None:
-    llm = drafting(LLM(PICO, dtype="float32", kv_bytes=1 << 24, draft="auto", draft_tokens=3))
+    few = load(PICO, pico.device, torch.float32, "int4:group=64", None)
+    llm = drafting(LLM(PICO, dtype="float32", kv_bytes=1 << 24, draft=few, draft_tokens=3))
     for params in (
         SamplingParams(temperature=0, max_tokens=15, repetition_penalty=1.2),
         SamplingParams(seed=1, max_tokens=20, structured=Structured(json=True)),
@@ -104,15 +91,14 @@ def test_a_draft_follows_grammar_and_penalties(pico: LLM) -> None:
 
 
 def test_a_guess_ends_where_the_text_does(checkpoint: Checkpoint) -> None:
-    """No further token is asked for, of whatever model guesses."""
+    """No further token is asked for."""
     whole = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     plain = LLM(checkpoint("llama"))
     stop = plain.generate([[5, 7, 9]], whole)[0].tokens[12]
     params = replace(whole, stop_token_ids=[stop])
-    for draft in ("auto", checkpoint("llama")):
-        llm = drafting(LLM(checkpoint("llama"), draft=draft))
-        assert same(llm.generate([[5, 7, 9]], params), plain.generate([[5, 7, 9]], params))
-        assert_no_draft_is_held(llm)
+    llm = drafting(LLM(checkpoint("llama"), draft=checkpoint("llama")))
+    assert same(llm.generate([[5, 7, 9]], params), plain.generate([[5, 7, 9]], params))
+    assert_no_draft_is_held(llm)
 
 
 def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> None:
@@ -138,9 +124,9 @@ def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> Non
     ("options", "message"),
     [
         ({"draft": "ngram", "draft_tokens": 0}, "draft_tokens=0; give 1 or more"),
-        ({"draft": "auto", "deterministic": True}, "deterministic and draft exclude each other"),
+        ({"draft": PICO, "deterministic": True}, "deterministic and draft exclude each other"),
         ({"draft": PICO}, "pico' has other tokens than the model .4096 and 96.; give one"),
-        ({"draft": "nowhere"}, "'nowhere' is neither ngram, mtp nor auto, nor the"),
+        ({"draft": "auto"}, "'auto' is neither ngram nor mtp, nor the directory of a model"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(

@@ -113,14 +113,12 @@ def test_a_text_with_guesses_goes_on_from_a_kept_state(checkpoint: Checkpoint) -
 
 @pytest.mark.parametrize(
     ("name", "draft"),
-    [*((name, "auto" if auto else name) for name, auto in pairs(MIXED, [True, False])),
-     ("llama", "lfm2"), ("falcon_h1", "llama")],
-)  # fmt: skip
+    [*((name, name) for name in MIXED), ("llama", "lfm2"), ("falcon_h1", "llama")],
+)
 def test_models_with_states_draft(checkpoint: Checkpoint, name: str, draft: str) -> None:
-    small = {"max_tokens": 9, "block_size": 4, "max_running": 3}
-    option: dict[str, Any] = {} if draft == "auto" else small
+    small: dict[str, Any] = {"max_tokens": 9, "block_size": 4, "max_running": 3}
     want = alone(checkpoint, name)
-    llm = LLM(checkpoint(name), draft=draft if draft == "auto" else checkpoint(draft), **option)
+    llm = LLM(checkpoint(name), draft=checkpoint(draft), **small)
     drafting(llm)
     for _ in range(2):
         assert_same(llm.generate(prompts(15), mixed_params(15)), want)
@@ -129,9 +127,8 @@ def test_models_with_states_draft(checkpoint: Checkpoint, name: str, draft: str)
     assert stats.accepted_tokens > 0
     if name == draft:  # its states are those of the text, or it would guess wrong
         assert stats.accepted_tokens > 0.97 * stats.draft_tokens
-    if drafter.blocks is not None:
-        assert drafter.blocks.holders == [0] * drafter.blocks.count
-        assert not drafter.blocks.recurrent or sorted(drafter.blocks.rows)[0] == 1
+    assert drafter.blocks.holders == [0] * drafter.blocks.count
+    assert not drafter.blocks.recurrent or sorted(drafter.blocks.rows)[0] == 1
     assert_no_block_is_held(llm.engine)
 
 

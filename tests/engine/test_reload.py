@@ -20,7 +20,6 @@ from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.evaluate.corpus import calibration_text
 from tests import tiny
 from tests.engine.conftest import prompts
-from tests.engine.test_speculation import drafting
 
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -157,24 +156,6 @@ def test_a_head_in_codes_of_its_own_takes_the_embeddings(
     assert tokens(llm) != tokens(LLM(other, plan))
     with pytest.raises(InvalidInput, match=r"lm_head\.weight' has not come"):
         llm.load_weights(sent.items())
-
-
-@pytest.mark.parametrize("quantized", [None, "int8"])
-def test_a_draft_of_the_model_itself_is_made_anew(
-    checkpoint: Checkpoint, tmp_path: Path, quantized: str | None
-) -> None:
-    """It guesses what one guesses that was loaded with the new weights."""
-    other = changed(checkpoint("llama-round"), tmp_path / "other")
-    source = checkpoint("llama-round")
-    if quantized:
-        quantize_checkpoint(source, tmp_path / "codes", quantized)
-        source = tmp_path / "codes"
-    llms = [LLM(source, draft="auto"), LLM(other, quantized, draft="auto")]
-    llms[0].load_weights(load_file(other / "model.safetensors").items())
-    assert tokens(drafting(llms[0])) == tokens(drafting(llms[1]))
-    stats, wanted = (llm.engine.stats for llm in llms)
-    assert 0 < stats.accepted_tokens == wanted.accepted_tokens
-    assert stats.draft_tokens == wanted.draft_tokens
 
 
 def test_guessing_begins_anew(checkpoint: Checkpoint) -> None:
