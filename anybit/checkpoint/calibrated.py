@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybit.checkpoint.beside import into_one_index
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.rewrite import check_paths, check_unused, fingerprint, partial_of
@@ -29,7 +30,7 @@ from anybit.files.directory import (
     move_directory,
     write_json,
 )
-from anybit.files.safetensors import INDEX, ShardWriter, read_header
+from anybit.files.safetensors import ShardWriter
 from anybit.nn.experts import split
 from anybit.nn.model import take_apart
 from anybit.nn.plan import Plan, Spec
@@ -197,7 +198,7 @@ def fill_buffers(model: Any, prefix: str) -> None:
 
 def finish(partial: Path, source: Path, work: Quantization, model: nn.Module, prefix: str) -> None:
     """Name the blocks' files as shards, add one with all other tensors, and the other files."""
-    rest = [n for n in work.stored if not work.names.get(n, n).startswith(f"{prefix}.")]
+    rest = [n for n in work.stored if not work.names.get(n, "").startswith(f"{prefix}.")]
     with ShardWriter(partial / REST, work.outputs(rest)) as shard:
         for name in rest:
             if name not in work.schemes:
@@ -208,15 +209,7 @@ def finish(partial: Path, source: Path, work: Quantization, model: nn.Module, pr
             assert isinstance(quantized, Quantized)
             for key, tensor in quantized.packed.tensors().items():
                 shard.add(f"{layer}.{key}", tensor)
-    files = [*sorted(partial.glob("block_*.safetensors")), partial / REST]
-    where: dict[str, str] = {}
-    total = 0
-    for number, file in enumerate(files, 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors"
-        for key, entry in read_header(file).items():
-            where[key], total = name, total + entry.nbytes
-        os.rename(file, partial / name)
-    write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    into_one_index(partial, [*sorted(partial.glob("block_*.safetensors")), partial / REST])
     write_json(partial / "config.json", work.new_config)
     copy_others(source, partial)
     work.try_out(partial)

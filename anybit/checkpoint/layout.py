@@ -211,6 +211,13 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
 
 
+def left_out(dropped: Mapping[str, str]) -> str:
+    """How many tensors are left out, and why, for a summary. dropped: reasons by name."""
+    first = next(iter(dropped), None)
+    why = f", such as {first}: {dropped[first]}" if first is not None else ""
+    return f"{len(dropped)} tensors dropped{why}"
+
+
 def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], bool]) -> Layout:
     """What every tensor of a checkpoint is in a model.
 

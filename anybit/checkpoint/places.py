@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from anybit.checkpoint.names import Names, is_merge, known_layout, missing_in, natural, targets_of
+from anybit.checkpoint.names import (
+    Names,
+    ignored_unexpected,
+    is_merge,
+    known_layout,
+    missing_in,
+    natural,
+    targets_of,
+)
 from anybit.nn.experts import expert_layers, layers_of
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -69,6 +77,28 @@ def name_of(table: Names, layer: str) -> str:
     if number and is_merge(converter) and len(keys) == len(converter.source_patterns):
         return f"{of}.{number[1]}.{keys[converter.source_patterns.index(pattern)]}"
     return table.renamed(weight).removesuffix(".weight")
+
+
+def without_place(table: Names, layers: Iterable[str]) -> list[str]:
+    """Stored layers of experts of a model's blocks that it has not, sorted.
+
+    transformers would make up the experts in their place. A head for further tokens lies in a block
+    of its own, and is missed by none.
+
+    Args:
+        table: Of the model.
+        layers: Names in the checkpoint that are no layers of the model.
+    """
+    blocks = {table.base, *(name for name, _ in table.model.named_modules())}
+    ignored = ignored_unexpected(table.model)
+
+    def missed(layer: str) -> bool:
+        own = table.renamed(layer)
+        block = own.partition(".experts.")[0].rpartition(".")[0]
+        there = block in blocks or f"{table.base}.{block}" in blocks
+        return ".experts." in layer and there and not ignored(layer) and not ignored(own)
+
+    return sorted(filter(missed, layers))
 
 
 def missing(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from anybit.checkpoint.architecture import load_model
+from anybit.checkpoint.beside import source_of
 from anybit.checkpoint.card import write_card
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
@@ -67,11 +68,11 @@ def save(model: Any, directory: str | os.PathLike[str], overwrite: bool = False)
     plan_in(model)  # raises without quantized layers; saving records it
     if model._tied_weights_keys and not tied_layers(model):  # files may have untied it
         untie(model.config)
-    out, source = destination(directory), Path(str(getattr(model, "name_or_path", "")))
+    out, source = destination(directory), source_of(model)
     needed = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
     with new_directory(out, overwrite, needed) as temporary:
         model.save_pretrained(temporary, max_shard_size=SHARD_BYTES)
-        if (source / "config.json").is_file():
+        if source is not None:
             copy_others(source, temporary)
         if getattr(transformers, type(model).__name__, None) is type(model):
             try_out(temporary)

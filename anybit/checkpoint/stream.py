@@ -18,7 +18,15 @@ from anybit.checkpoint.architecture import (
     quantized_already,
 )
 from anybit.checkpoint.foreign.ready import dense_directory
-from anybit.checkpoint.layout import Tensors, check_fit, check_missing, layout, some, transposed
+from anybit.checkpoint.layout import (
+    Tensors,
+    check_fit,
+    check_missing,
+    layout,
+    left_out,
+    some,
+    transposed,
+)
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -57,6 +65,7 @@ class Report:
         schemes: Schemes of the quantized layers, by name.
         kept: Tensors that were copied as they are.
         unexpected: Those of `kept` that fit no parameter of the model.
+        dropped: Tensors of the source that are not in the output, and why.
         weights: Number of weights that were quantized.
         bytes_before: Of all tensors of the source.
         bytes_after: Of all tensors of the output.
@@ -69,6 +78,7 @@ class Report:
     schemes: Mapping[str, str]
     kept: tuple[str, ...]
     unexpected: tuple[str, ...]
+    dropped: Mapping[str, str]
     weights: int
     bytes_before: int
     bytes_after: int
@@ -79,8 +89,9 @@ class Report:
     def __str__(self) -> str:
         return (
             f"{self.out}: {len(self.schemes)} layers with {self.weights / 1e6:.4g} million weights "
-            f"quantized, {len(self.kept)} tensors kept; {megabytes(self.bytes_before)} -> "
-            f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
+            f"quantized, {len(self.kept)} tensors kept, {left_out(self.dropped)}; "
+            f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
+            f"{self.seconds:.3g} s"
         )
 
 
@@ -137,11 +148,13 @@ def quantize_checkpoint(
 def report_of(work: "Quantization", out: Path, resumed: int, started: float) -> Report:
     """What a finished run did, which began at a time of `time.monotonic`."""
     written = stored_tensors(out)
+    lost = [n for n in work.stored if not work.outputs([n]).keys() <= written.keys()]
     return Report(
         out=out,
         schemes={work.names[name].removesuffix(".weight"): s for name, s in work.schemes.items()},
         kept=tuple(name for name in work.stored if name not in work.schemes),
         unexpected=work.unexpected,
+        dropped={**work.dropped, **dict.fromkeys(lost, "not written")},
         weights=sum(math.prod(work.stored[name].shape) for name in work.schemes),
         bytes_before=work.source_bytes - sum(work.stored[f"{n}.weight"].nbytes for n in work.heads),
         bytes_after=sum(tensor.nbytes for tensor in written.values()),
@@ -164,6 +177,7 @@ class Quantization(Rewrite):
         model: On the meta device.
         heads: Output heads that get a weight of their own -> the embeddings that had it.
         embeddings: Names of those of the tensors to quantize that are embeddings.
+        dropped: Tensors that are left out, and why.
     """
 
     stored: Mapping[str, Tensors]
@@ -175,6 +189,7 @@ class Quantization(Rewrite):
     model: Any = field(repr=False)
     heads: Mapping[str, str] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def new_config(self) -> dict[str, Any]:
@@ -250,7 +265,9 @@ def plan_quantization(
         model = empty_model(source, type(model), model.config)
     layers, experts = linear_schemes(model, formats), expert_layers(model)
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
-    found = found.without(f"{head}.weight" for head in sharing)  # files may hold it twice
+    twice = {f"{head}.weight": f"{words} has its weight" for head, words in sharing.items()}
+    dropped = {name: twice[own] for name, own in found.names.items() if own in twice}
+    found = found.without(twice)
     check_missing(source, found.missing, found.unexpected)
     check_fit(source, found.names, found.stored, model.state_dict())
     if found.unexpected and stated:  # what lies beside weights that are codes
@@ -290,6 +307,7 @@ def plan_quantization(
         model=model,
         heads=heads,
         embeddings=frozenset(where[f"{name}.weight"] for name in words.keys() & layers.keys()),
+        dropped=dropped,
     )
 
 

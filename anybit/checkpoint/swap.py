@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from anybit.checkpoint.names import Names, ignored_unexpected
-from anybit.checkpoint.places import Place, places
+from anybit.checkpoint.names import Names
+from anybit.checkpoint.places import Place, places, without_place
 from anybit.core.packed import Packed, is_codes, tensor_shapes
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
@@ -56,7 +56,6 @@ def swap_for_stored(
             where[head] = Place(where[head].saved, where[own].stored)
     absent = {name for name, (_, own) in where.items() if own not in layers}
     new = absent & new_layers(model) if absent else set()
-    ignored = ignored_unexpected(model)
     out, placed = {}, set()
     names: dict[str, str] = {}
     for name, module in linear.items():
@@ -79,9 +78,9 @@ def swap_for_stored(
         if name in fused and own in layers:  # transformers' table would merge what is not codes
             ends = [f".{key}" for key in ("weight", "bias") if f"{own}.{key}" in stored]
             names |= {own + end: name + end for end in ends}
-    others = (name for name in coded - placed if ".experts." in name)
-    experts = sorted(n for n in others if not ignored(n) and not ignored(table.renamed(n)))
-    if experts:  # else they would be initialized at random, with no more than a warning
+    if experts := without_place(
+        table, coded - placed
+    ):  # else they would be initialized at random, with no more than a warning
         raise InvalidInput(
             f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
             f"and transformers' {type(model).__name__} has no such layers; anybit.LLM and vLLM "

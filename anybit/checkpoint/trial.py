@@ -34,7 +34,7 @@ def try_out(directory: Path) -> None:
     try:
         quantization = quantization_of(read_json(directory / "config.json"), directory)
         if quantization.get("quant_method") == METHOD:
-            check_coded(directory, quantization)
+            check_coded(directory)
         else:
             check_model(directory)
     except InvalidInput as error:
@@ -44,19 +44,35 @@ def try_out(directory: Path) -> None:
         ) from error
 
 
-def check_coded(directory: Path, quantization: Mapping[str, Any]) -> None:
-    """As `check_model` does for dense models. quantization: of config.json."""
+def read_as(directory: Path) -> tuple[Names, dict[str, Stored]]:
+    """transformers' tables for the model of a directory, as it is when it is loaded, and tensors.
+
+    directory: as in `try_out`.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: As `bare_model` does, or the plan does not fit the model.
+    """
     stored, model = stored_tensors(directory), bare_model(directory)
+    quantization = quantization_of(read_json(directory / "config.json"), directory)
+    if quantization.get("quant_method") != METHOD:
+        return Names(model), stored
     fill, names = swap_for_stored(model, stored_plan(quantization, directory), stored)
     put(model, fill)
     table = Names(model)
     table.renamings, *table.converters = conversions(names, [*table.renamings, *table.converters])
     table.renamings = [table.renamings]
+    return table, stored
+
+
+def check_coded(directory: Path) -> None:
+    """As `check_model` does for dense models."""
+    table, stored = read_as(directory)
     found = as_they_are(table, stored)
     covered = {*found.values()} | merged(table, stored)
-    ignored = ignored_unexpected(model)
+    ignored = ignored_unexpected(table.model)
     unexpected = [n for n in stored if table.in_model(n)[0] not in table.state and not ignored(n)]
-    check_missing(directory, missing_in(model, covered), unexpected)
+    check_missing(directory, missing_in(table.model, covered), unexpected)
     check_fit(directory, found, stored, table.state)
 
 

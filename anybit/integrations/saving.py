@@ -5,16 +5,24 @@ saved by itself. Without the formats in its config.json, such a checkpoint would
 random weights, and no more than a warning.
 """
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
+from torch import distributed
 from transformers import modeling_utils
 
+from anybit.checkpoint.beside import Beside
 from anybit.checkpoint.names import codes_as_they_are
 from anybit.nn.model import plan_in, quantized_modules
 from anybit.nn.plan import METHOD, quantization_config
+
+ELSEWHERE = ("push_to_hub", "variant", "distributed_checkpoint")  # options that write otherwise
+
+log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -25,16 +33,43 @@ def register() -> None:
         return
 
     @wraps(plain)
-    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
-        if getattr(self, "peft_config", None):  # of which it writes the adapters alone
-            return plain(self, *args, **options)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> Any:
         quantized = dict(quantized_modules(self))
-        names = codes_as_they_are(self) if quantized else nullcontext()
-        with stated(self.config, plan_in(self) if quantized else None), names:
-            return plain(self, *args, **options)
+        if getattr(self, "peft_config", None):  # of which it writes the adapters alone
+            return plain(self, save_directory, *args, **options)
+        if not quantized:
+            with stated(self.config, None):
+                return plain(self, save_directory, *args, **options)
+        beside = Beside(self, Path(save_directory))
+        with stated(self.config, plan_in(self)), codes_as_they_are(self):
+            done = plain(self, save_directory, *args, **options)
+        add(self, beside, Path(save_directory), *args, **options)
+        return done
 
     save_pretrained.of_anybit = True  # type: ignore[attr-defined]
     kind.save_pretrained = save_pretrained
+
+
+def add(
+    model: Any,
+    beside: Beside,
+    out: Path,
+    is_main_process: bool = True,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Save what a model's class lacks, too. After `out`: arguments of `save_pretrained`."""
+    several = distributed.is_available() and distributed.is_initialized()
+    if not beside.tensors or not is_main_process or (several and distributed.get_rank()):
+        return
+    if elsewhere := [key for key in ELSEWHERE if options.get(key)]:
+        log.warning(
+            "%s: %d tensors that no %s has, such as %s, are left out with %s; save it without",
+            out, len(beside.tensors), type(model).__name__, next(iter(beside.tensors)),
+            elsewhere[0],
+        )  # fmt: skip
+    else:
+        beside.add_to(out)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Drafts by a model's own head for further tokens: its guesses, and texts with them."""
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import anybit
+from anybit.checkpoint.calibrated import calibrate_checkpoint
+from anybit.checkpoint.foreign.convert import convert_checkpoint
+from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.save_load import load_dense, save
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.engine.llm import LLM
 from anybit.engine.loader import load, model_class
@@ -19,6 +25,10 @@ from anybit.engine.sampler import Row
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.weights import Checkpoint
 from anybit.errors import InvalidInput
+from anybit.files.directory import read_json, write_json
+from anybit.files.safetensors import stored_tensors
+from anybit.quantizers.calibration.data import Calibration
+from anybit.quantizers.gptq import GPTQ
 from tests.engine.conftest import prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
 from tests.engine.test_speculation import alone, drafting
@@ -110,6 +120,88 @@ def guesses(directory: Path, tokens: list[int], count: int) -> list[int]:
             out.append(int(block.lm_head(after).argmax()))
             hidden, words = torch.cat([hidden, after]), [*words, out[-1]]
     return out
+
+
+def in_memory(source: Path, out: Path) -> None:
+    save(anybit.quantize_(load_dense(source), "int4"), out)
+
+
+def by_transformers(source: Path, out: Path) -> None:
+    anybit.quantize_(load_dense(source), "int4").save_pretrained(out)  # type: ignore[operator]
+
+
+def over_itself(source: Path, out: Path) -> None:
+    shutil.copytree(source, out)
+    by_transformers(out, out)
+
+
+def loaded_and_saved(source: Path, out: Path) -> None:
+    quantize_checkpoint(source, f"{out}-once", "int4")
+    save(anybit.load(f"{out}-once"), out)
+
+
+def calibrated(source: Path, out: Path) -> None:
+    tokens = torch.randint(2, 90, (4, 16))
+    report = calibrate_checkpoint(source, out, "int4", GPTQ(Calibration(tokens)))
+    assert report.dropped == {}
+    assert "0 tensors dropped" in str(report)
+
+
+def there_and_back(source: Path, out: Path) -> None:
+    quantize_checkpoint(source, f"{out}-once", "int4")
+    export_checkpoint(f"{out}-once", f"{out}-other")
+    convert_checkpoint(f"{out}-other", out)
+
+
+WRITERS = (
+    in_memory, by_transformers, over_itself, loaded_and_saved, calibrated, there_and_back,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*fewer calibration tokens")
+@pytest.mark.parametrize(("name", "write"), pairs(KINDS, WRITERS))
+def test_what_writes_a_checkpoint_keeps_the_head(
+    headed: Made, tmp_path: Path, name: str, write: Callable[[Path, Path], None]
+) -> None:
+    """Though transformers' class drops it."""
+    write(headed(name), tmp_path / "out")
+    stored = stored_tensors(tmp_path / "out")
+    for key, tensor in head(headed(name)).items():
+        assert torch.equal(stored[key].read(), tensor), key
+    LLM(tmp_path / "out", draft="mtp", kv_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_a_head_in_codes(checkpoint: Made, tmp_path: Path, name: str) -> None:
+    """As other tools quantize it: transformers loads the model without, and saves it with it."""
+    shutil.copytree(checkpoint(name), tmp_path / "dense")
+    plan = {"*": "int4", "*.layers.1.*": "int8"}
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "ours", plan)
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    config = read_json(tmp_path / "theirs/config.json") | {"num_hidden_layers": 1}
+    config["first_k_dense_replace"] = 1
+    if config.get("mlp_layer_types"):
+        config["mlp_layer_types"] = config["mlp_layer_types"][:1]
+    write_json(tmp_path / "theirs/config.json", config)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "out")
+    save(anybit.load(tmp_path / "out"), tmp_path / "again")
+    before, after = (stored_tensors(tmp_path / one) for one in ("out", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor.read(), after[key].read()) for key, tensor in before.items())
+    formats = read_json(tmp_path / "again/config.json")["quantization_config"]["formats"]
+    assert dict(formats)["model.layers.1.mlp.experts.0.up_proj"] == "int8"
+
+
+def test_a_head_that_is_not_saved_is_named(
+    headed: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = anybit.quantize_(load_dense(headed("qwen3_5")), "int4")
+    count = len(head(headed("qwen3_5")))
+    model.save_pretrained(tmp_path / "variant", variant="v")  # type: ignore[operator]
+    assert f"{count} tensors that no Qwen3_5ForCausalLM has, such as mtp.fc.weight" in caplog.text
+    caplog.clear()
+    model.model.save_pretrained(tmp_path / "base")  # type: ignore[operator, union-attr]
+    assert f"{count} tensors that no Qwen3_5ForCausalLM has are not saved" in caplog.text
 
 
 def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:

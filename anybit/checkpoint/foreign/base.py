@@ -27,6 +27,7 @@ OF_ATTENTION = re.compile(
     r"|(k|v|kv|qkv|q)_proj\.output_quantizer\.\w+"
     r")$"
 )
+OF_CACHE = "a scale of attention or its cache"  # why such a tensor is left out
 ANY = -1  # a size that is not known before a tensor is found, but not 0
 
 

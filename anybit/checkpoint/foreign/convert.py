@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
-from anybit.checkpoint.foreign.base import Layer, Naming, of_attention, owner
+from anybit.checkpoint.foreign.base import OF_CACHE, Layer, Naming, of_attention, owner
 from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
 from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
-from anybit.checkpoint.layout import check_fit, check_missing
+from anybit.checkpoint.layout import check_fit, check_missing, left_out
 from anybit.checkpoint.names import Names, as_they_are
-from anybit.checkpoint.places import Place, name_of, places
+from anybit.checkpoint.places import Place, name_of, places, without_place
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
     Rewrite,
@@ -72,8 +72,7 @@ class Converted:
         formats: Layers and the schemes that hold them exactly.
         notes: What the tool does beside the weights and we do not, and of how many layers.
         decoded: Layers that are dense now, in the model's dtype, and why.
-        dropped: Tensors that were left out: biases of zeros that the model does not have, and
-            scales of attention and its cache.
+        dropped: Tensors that were left out, and why.
         unexpected: Layers that transformers' model does not have under their names, such as experts
             that it stores in another shape.
         bytes_before: Of all tensors of the source.
@@ -86,7 +85,7 @@ class Converted:
     formats: Mapping[str, str]
     notes: Mapping[str, int]
     decoded: Mapping[str, str]
-    dropped: tuple[str, ...]
+    dropped: Mapping[str, str]
     unexpected: tuple[str, ...]
     bytes_before: int
     bytes_after: int
@@ -99,8 +98,7 @@ class Converted:
             what.append("no layer is in codes")
         if self.decoded:
             what.append(f"{len(self.decoded)} layers are dense now")
-        first = f", such as {self.dropped[0]}" if self.dropped else ""
-        what.append(f"{len(self.dropped)} tensors dropped{first}")
+        what.append(left_out(self.dropped))
         lines = [
             f"{self.out}: from {self.method}, {', '.join(what)}; "
             f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
@@ -184,9 +182,10 @@ class Conversion(Rewrite):
         method: The tool's name in config.json.
         layers: Its quantized layers by name.
         dense: The dtype of layers that are decoded.
-        dropped: Tensors that are left out.
+        dropped: Tensors that are left out, and why.
         unexpected: Layers that transformers' model does not have under their names.
         decoded: Layers of the source that become dense, and why.
+        placed: Whether transformers' model has all experts of its blocks that are stored.
     """
 
     stored: Mapping[str, Stored | Made]
@@ -194,9 +193,10 @@ class Conversion(Rewrite):
     method: str
     layers: Mapping[str, Layer]
     dense: torch.dtype
-    dropped: tuple[str, ...]
+    dropped: Mapping[str, str]
     unexpected: tuple[str, ...]
     decoded: Mapping[str, str]
+    placed: bool
 
     @property
     def quantized(self) -> list[tuple[str, tuple[int, int]]]:
@@ -238,7 +238,7 @@ class Conversion(Rewrite):
             shard.add(f"{unit}.{key}", tensor)
 
     def try_out(self, directory: Path) -> None:
-        if not any(".experts." in name for name in self.unexpected):  # which transformers refuses
+        if self.placed:  # else transformers refuses it
             super().try_out(directory)
 
     def check(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
@@ -323,8 +323,11 @@ def plan_conversion(
     where = places(found.names, layers.keys() | weights)
     model_name = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
     module_of = {place.stored: model.get_submodule(name) for place, name in model_name.items()}
-    scales = [name for name in stored if of_attention(name)]
-    dropped = {n: None for n in scales if found.names.in_model(n)[0] not in found.names.state}
+    dropped = {
+        name: OF_CACHE
+        for name in stored
+        if of_attention(name) and found.names.in_model(name)[0] not in found.names.state
+    }
     own_name = {place.stored: name for place, name in model_name.items()}
     schemes = rounded_to(to, {name: own_name.get(name) for name in layers})
     for name, layer in layers.items():
@@ -334,7 +337,7 @@ def plan_conversion(
         if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
             if bias.read().any():
                 raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
-            dropped[f"{name}.bias"] = None
+            dropped[f"{name}.bias"] = "zeros, and the model has no bias there"
     dtype = dense_dtype(config, (stored[name] for name in dense))
     for name, tensor in stored.items():
         layer_of = owner(name, layers)
@@ -391,8 +394,9 @@ def plan_conversion(
         method=method,
         layers=layers,
         dense=dtype,
-        dropped=tuple(dropped),
+        dropped=dropped,
         decoded=decoded,
+        placed=not without_place(found.names, unexpected),
     )
 
 

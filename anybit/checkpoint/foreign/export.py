@@ -14,10 +14,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
-from anybit.checkpoint.foreign.base import of_attention
+from anybit.checkpoint.foreign.base import OF_CACHE, of_attention
 from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
 from anybit.checkpoint.foreign.convert import opened, plan_conversion
 from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
+from anybit.checkpoint.layout import left_out
 from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import Place, places
 from anybit.checkpoint.rewrite import (
@@ -52,7 +53,7 @@ class Exported:
         out: The directory or file that was written.
         tool: Whose layout it has.
         layers: Number of quantized layers, by their formats there.
-        dropped: Tensors that the other layout has no place for.
+        dropped: Tensors that the other layout has no place for, and why.
         bytes_after: Of all tensors of the output.
         seconds: Time that this run took.
     """
@@ -60,19 +61,14 @@ class Exported:
     out: Path
     tool: str
     layers: Mapping[str, int]
-    dropped: tuple[str, ...]
+    dropped: Mapping[str, str]
     bytes_after: int
     seconds: float
 
     def __str__(self) -> str:
-        left = (
-            f", {len(self.dropped)} scales of attention and its cache left out"
-            if self.dropped
-            else ""
-        )
         return (
             f"{self.out}: {sum(self.layers.values())} layers as {self.tool} "
-            f"({', '.join(self.layers)}){left}; "
+            f"({', '.join(self.layers)}), {left_out(self.dropped)}; "
             f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
         )
 
@@ -115,8 +111,9 @@ def export_checkpoint(
     if to == GGUF:
         from anybit.checkpoint.foreign.gguf_export import export_gguf
 
-        counts, size = export_gguf(checkpoint_of(located(source)), out, overwrite, show_progress)
-        return Exported(out, GGUF, counts, (), size, time.monotonic() - started)
+        file = export_gguf(checkpoint_of(located(source)), out, overwrite, show_progress)
+        layers = Counter(file.kinds.values())
+        return Exported(out, GGUF, layers, file.dropped, file.nbytes, time.monotonic() - started)
     source = check_paths(source, out, overwrite)
     work = plan_export(source, shard_bytes)
     after, _ = rewrite(work, source, out, overwrite, show_progress, "exporting")
@@ -131,13 +128,13 @@ class Export(Rewrite):
     Attributes:
         layers: The quantized layers, by name.
         linears: The model's names of all linear layers, by the checkpoint's.
-        dropped: Tensors that are left out.
+        dropped: Tensors that are left out, and why.
     """
 
     stored: Mapping[str, Stored]
     layers: Mapping[str, Written]
     linears: Mapping[str, str]
-    dropped: tuple[str, ...]
+    dropped: Mapping[str, str]
 
     @property
     def new_config(self) -> dict[str, Any]:
@@ -245,7 +242,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         else:
             reasons[name] = layer
     check_all(source, reasons, len(found.layers))
-    dropped = tuple(name for name in stored if of_attention(name))  # ours are per channel
+    dropped = {n: OF_CACHE for n in stored if of_attention(n)}  # ours are per channel
     owner = {
         f"{name}.{key}": name
         for name, layer in layers.items()

@@ -5,7 +5,6 @@ read back. Dense matrices keep their dtype, vectors and routers become F32, as l
 """
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import of_attention
+from anybit.checkpoint.foreign.base import OF_CACHE, of_attention
 from anybit.checkpoint.foreign.ct_layers import keys_of
 from anybit.checkpoint.foreign.export import Checkpoint, check_all
 from anybit.checkpoint.foreign.ggml import TYPES, pack
@@ -37,16 +36,12 @@ NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint8}
 
 def export_gguf(
     source: Checkpoint, out: Path, overwrite: bool, show_progress: bool | None
-) -> tuple[dict[str, int], int]:
-    """Write the file; see `export_checkpoint`.
-
-    Returns:
-        Layers by ggml's types, and the bytes of all tensors.
-    """
+) -> "GgufFile":
+    """Write the file, and return what it holds; see `export_checkpoint`."""
     block_sizes()  # the package is there
     if out.exists() and (out.is_dir() or not overwrite):
         raise FileExistsError(f"{out} exists; choose another file, or pass overwrite=True")
-    file = _File(source)
+    file = GgufFile(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     check_space(out.parent, file.nbytes)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
@@ -57,7 +52,7 @@ def export_gguf(
     finally:
         partial.unlink(missing_ok=True)
     sync(out.parent)
-    return dict(Counter(file.kinds.values())), file.nbytes
+    return file
 
 
 def kind_of(fmt: Format, activation: str | None, stored: Mapping[str, Stored]) -> str:
@@ -79,12 +74,13 @@ def kind_of(fmt: Format, activation: str | None, stored: Mapping[str, Stored]) -
     return WRITTEN[fmt.spec]
 
 
-class _File:
+class GgufFile:
     """What the file will hold.
 
     Attributes:
         kinds: ggml's types of the quantized layers.
         parts: ggml's names of all tensors, and what each one is made of: one, or all experts.
+        dropped: Tensors of the checkpoint that it will not hold, and why.
         nbytes: Of all tensors.
     """
 
@@ -112,10 +108,15 @@ class _File:
     def check_all_placed(self, tied: bool) -> None:
         """InvalidInput when a tensor of the checkpoint would be left behind, or experts differ."""
         names = {part.name for parts in self.parts.values() for part in parts}
+        self.dropped: dict[str, str] = {}
         for name in self.source.stored:
-            layer = name.rpartition(".")[0]
-            known = name in names or layer in self.kinds or of_attention(name)
-            if not known and not (tied and name == "lm_head.weight"):
+            if name in names or name.rpartition(".")[0] in self.kinds:
+                continue
+            if of_attention(name):
+                self.dropped[name] = OF_CACHE
+            elif tied and name == "lm_head.weight":
+                self.dropped[name] = "the embeddings have its weight"
+            else:
                 raise InvalidInput(f"{self.source.directory}: GGUF has no place for {name}")
         for theirs, parts in self.parts.items():
             kinds = {self.kind(part) for part in parts}
