@@ -330,8 +330,11 @@ def test_formats_that_disagree_with_the_tensors(copy):
 
 
 def test_what_is_no_checkpoint_of_anybit(tmp_path):
-    with pytest.raises(FileNotFoundError, match="not a directory"):
+    with pytest.raises(FileNotFoundError, match="absent does not exist; give the directory"):
         anybit.load(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json; give the directory"):
+        anybit.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="neither"):
         anybit.load(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()

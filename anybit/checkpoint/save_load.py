@@ -15,7 +15,6 @@ from torch import nn
 from anybit.checkpoint.architecture import load_model
 from anybit.checkpoint.beside import source_of
 from anybit.checkpoint.card import write_card
-from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.ready import ready
 from anybit.checkpoint.trial import try_out
 from anybit.errors import InvalidInput, InvalidType
@@ -26,7 +25,6 @@ from anybit.files.directory import (
     quantization_of,
     read_json,
 )
-from anybit.files.hub import located
 from anybit.files.safetensors import stored_tensors
 from anybit.nn.model import check_module, plan_in, quantized_modules, refuse_adapters, set_keep
 from anybit.nn.multiplier import Keep
@@ -107,10 +105,8 @@ def load(
         InvalidInput: Files are damaged, the checkpoint is not one of anybit or of a newer version,
             or tensors do not fit its config.json.
     """
-    path = located(directory)
-    if not is_gguf(path):
-        stored_tensors(path)
-    path = ready(path)
+    path = ready(directory)
+    stored_tensors(path)
     quantization = quantization_of(read_json(path / "config.json"), path)
     method = quantization.get("quant_method")
     if method != METHOD:

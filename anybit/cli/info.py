@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from anybit.checkpoint.architecture import bare_model
-from anybit.checkpoint.foreign.convert import METHODS
+from anybit.checkpoint.foreign.methods import METHODS
 from anybit.checkpoint.stream import WEIGHT_DTYPES
 from anybit.core.scheme import parse_scheme
 from anybit.engine.loader import model_class

@@ -96,7 +96,7 @@ def stated_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, An
     """How a directory says that its model is quantized; None where it does not.
 
     Older tools say it under other names: in config.json, or in files of their own (ModelOpt,
-    AutoGPTQ, AutoAWQ).
+    AutoGPTQ, AutoAWQ), or by what they call them (CTranslate2).
     """
     for key, method in ((QUANTIZATION, None), ("compression_config", "compressed-tensors")):
         if isinstance(config.get(key), dict):
@@ -114,6 +114,8 @@ def stated_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, An
     if "w_bit" in awq:
         words = {"w_bit": "bits", "q_group_size": "group_size"}
         return {"quant_method": "awq"} | {words.get(key, key): v for key, v in awq.items()}
+    if (source / "model.bin").is_file() and "model_type" not in config:
+        return {"quant_method": "ctranslate2"}
     return None
 
 

@@ -48,7 +48,7 @@ def refused(source: Path, message: str, error: type[Exception] = ValueError) -> 
 @pytest.mark.parametrize(
     ("fixture", "settings", "message"),
     [
-        ("gptq_4bit_v1", {"quant_method": "quip"}, "quantized with 'quip', .*known: gptq, awq"),
+        ("gptq_4bit_v1", {"quant_method": "owq"}, "quantized with 'owq', .*known: gptq, awq"),
         ("gptq_4bit_v1", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ("gptq_4bit_v1", {"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
         ("gptq_4bit_v1", {"bits": 5}, "bits is 5, and only 2, 3, 4, 8"),

@@ -14,7 +14,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
 from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
 from anybit.checkpoint.foreign.gguf_file import is_gguf
 from anybit.checkpoint.foreign.gguf_model import Made, open_model
+from anybit.checkpoint.foreign.methods import method_of, reader_of
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
 from anybit.checkpoint.layout import check_fit, check_missing, left_out
 from anybit.checkpoint.names import Names, as_they_are
@@ -41,22 +41,15 @@ from anybit.checkpoint.rewrite import (
 )
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.errors import InvalidInput
-from anybit.files.directory import destination, megabytes, read_json, stated_quantization
+from anybit.files.directory import destination, megabytes, read_json
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import split
 from anybit.nn.linear import all_finite, check_finite
 from anybit.nn.model import is_linear
-from anybit.nn.plan import METHOD, Plan, Spec, is_head, quantization_config
+from anybit.nn.plan import Plan, Spec, is_head, quantization_config
 from anybit.nn.tied import tied_heads, untied_config, untied_heads
 
-# quant_method in config.json, and the name of the module that reads such checkpoints.
-METHODS = (
-    "gptq", "awq", "hqq", "aqlm", "compressed-tensors", "bitsandbytes", "mxfp4", "fp8", "modelopt",
-    "quark", "bitnet", "auto-round", "exl3", "torchao",
-)  # fmt: skip
-# Settings of tools by which layers also rotate their inputs, or add products of low rank.
-BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
 QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
 CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
@@ -288,7 +281,9 @@ class Opened:
 def opened(source: Path) -> Iterator[Opened]:
     """Read all but weights. Of a GGUF file, the directory is made, and gone in the end."""
     if not is_gguf(source):
-        stored, config = one_by_one(stored_tensors(source)), read_json(source / "config.json")
+        config = read_json(source / "config.json")
+        method_of(source, config)  # before what its files may lack
+        stored = one_by_one(stored_tensors(source))
         tables = cache(lambda: Names(bare_model(source)))
         method, layers = read_layers(source, config, stored, lambda n: name_of(tables(), n))
         names = tables()
@@ -404,27 +399,7 @@ def read_layers(
     source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> tuple[str, dict[str, Layer]]:
     """The tool that quantized a checkpoint, and its quantized layers."""
-    quantization = stated_quantization(source, config)
-    if quantization is None:
-        raise InvalidInput(
-            f"{source} is not quantized: its config.json has no quantization_config; quantize it "
-            "with `anybit quantize`"
-        )
-    method = quantization.get("quant_method")
-    if method == METHOD:
-        raise InvalidInput(f"{source} is a checkpoint of anybit already; load it with anybit.load")
-    if method not in METHODS:
-        raise InvalidInput(
-            f"{source} is quantized with {method!r}, which cannot be read; known: "
-            f"{', '.join(METHODS)}"
-        )
-    meta = quantization.get("meta")
-    for part in (quantization, meta if isinstance(meta, dict) else {}):
-        if key := next((key for key in BESIDE if part.get(key)), None):
-            raise InvalidInput(
-                f"{source}: {method}: {key} is {str(part[key])[:80]}, so the model computes more "
-                "than products with its weights, which cannot be read"
-            )
+    method, quantization = method_of(source, config)
     found: dict[str, Layer] = reader_of(method).layers(quantization, stored, naming)
     if not found:
         raise InvalidInput(
@@ -433,11 +408,6 @@ def read_layers(
             "quantization_config from config.json"
         )
     return method, found
-
-
-def reader_of(method: str) -> Any:
-    """The module that reads checkpoints of a tool."""
-    return import_module(f"anybit.checkpoint.foreign.{method.replace('-', '_')}")
 
 
 def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> torch.dtype:

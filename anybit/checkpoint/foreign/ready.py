@@ -12,13 +12,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from anybit.checkpoint.foreign.convert import METHODS, convert_checkpoint
+from anybit.checkpoint.architecture import CODES
+from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.gguf_file import DENSE, is_gguf, read_model
+from anybit.checkpoint.foreign.methods import METHODS, refusal
 from anybit.checkpoint.rewrite import fingerprint
 from anybit.errors import InvalidInput, Unsupported, in_a_line
 from anybit.files.directory import cache_folder, read_json, stated_quantization
 from anybit.files.hub import located, title
 from anybit.files.safetensors import stored_tensors
+from anybit.nn.plan import METHOD
 from anybit.version import __version__
 
 log = logging.getLogger(__name__)
@@ -40,9 +43,14 @@ def ready(model: str | os.PathLike[str]) -> Path:
         stored = {name: block.stored for name, block in read_model(directory).tensors.items()}
     else:
         config = read_json(directory / "config.json")
-        if (stated_quantization(directory, config) or {}).get("quant_method") not in METHODS:
+        method = (stated_quantization(directory, config) or {}).get("quant_method", METHOD)
+        if method == METHOD:
             return directory
-        stored = stored_tensors(directory)
+        stored = {} if method == "ctranslate2" else stored_tensors(directory)
+        if method not in METHODS:  # its weights may be unquantized all the same
+            if not stored or any(tensor.dtype in CODES for tensor in stored.values()):
+                raise refusal(directory, method)
+            return directory
     what = [__version__, str(directory.resolve()), fingerprint(directory, stored)]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     out = writable_cache(directory) / f"{title(directory)}-{key}"
