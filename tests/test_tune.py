@@ -292,6 +292,7 @@ def test_every_candidate_is_compared_and_takes_its_turn(
 def test_codebooks_have_plans_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codebook_linear, "chip_of", lambda device: H200)
     monkeypatch.setattr(timing, "CPU_SECONDS", 0)
+    monkeypatch.setattr(timing, "COLD_BYTES", 1 << 20)
     packed = anybit.quantize_tensor(torch.randn(40, 256), BOOK)
 
     def multiply(x: Tensor, weight: Any, bias: None, way: Any) -> Tensor:
@@ -310,6 +311,7 @@ def test_codebooks_have_plans_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("scheme", ["int4:group=32", "liquid:group=32@int8"])
 def test_triton_is_right_and_timed(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "CPU_SECONDS", 0)
+    monkeypatch.setattr(timing, "COLD_BYTES", 1 << 20)  # two copies, of which each is interpreted
     some = [Tile(rows=32, tokens=8, warps=1), Tile(rows=64, tokens=16, split=2)]
     monkeypatch.setattr(tiles, "tried", lambda *args: iter(some))
     fmt, activation = parse_scheme(scheme)
