@@ -6,11 +6,9 @@ returns. So everything that a step launches is found by one pass, whose results 
 the notes are strict, either kind raises `Missing`.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from importlib import import_module
 
 from anybit.errors import Unsupported
 from anybit.kernels.processes import side_by_side
@@ -59,14 +57,9 @@ def notes() -> Notes | None:
 def collected(strict: bool = False) -> Iterator[Notes]:
     """Note kernels that are to be compiled instead of that, in this thread."""
     own = Notes(strict)
-    triton: AbstractContextManager[None] = nullcontext()
-    if "anybit.kernels.triton" in sys.modules:
-        with suppress(ImportError):  # of what another Triton lacks, which then compiles one by one
-            triton = import_module("anybit.kernels.triton.ahead").noted(own)
     token = _notes.set(own)
     try:
-        with triton:
-            yield own
+        yield own
     finally:
         _notes.reset(token)
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -15,6 +16,7 @@ from typing import TypeAlias
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
 MOST = 32  # processes, unless told
+IDLE = 60.0  # seconds without a call after which a child ends
 
 
 def side_by_side(
@@ -43,9 +45,7 @@ def side_by_side(
         try:
             if process.poll() is not None:  # it has ended with the call before
                 started.append(process := worker())
-            pickle.dump(calls[at], process.stdin)  # type: ignore[arg-type]
-            process.stdin.flush()  # type: ignore[union-attr]
-            answer: str = pickle.load(process.stdout)  # type: ignore[arg-type]
+            answer = asked(process, calls[at])
         except Exception as error:  # what a call holds may raise anything when it is pickled
             answer = f"the process that compiles it has ended: {error}"
             process.kill()
@@ -66,6 +66,70 @@ def side_by_side(
         for process in started:
             process.kill()
             process.communicate()
+
+
+class Child:
+    """A process that makes calls first which may end it, and not this one.
+
+    It starts with the first call, and again after one that has ended it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self._owner = 0  # the process whose child it is, which may have forked since
+        self._idle: threading.Timer | None = None
+
+    def survives(self, call: Callable[[], object]) -> bool:
+        """Whether a function that can be pickled leaves its process alive, in error or not."""
+        with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            process = self._process
+            if process is None or self._owner != os.getpid() or process.poll() is not None:
+                process, self._owner = worker(), os.getpid()
+                self._process = process
+            try:
+                asked(process, call)
+            except (EOFError, OSError):
+                self._end()
+                return False
+            except Exception:  # such as of a call that cannot be pickled, of which nothing is known
+                self._end()
+                return True
+            except BaseException:  # Ctrl-C: the answer would be taken for the next one's
+                self._end()
+                raise
+            self._idle = threading.Timer(IDLE, self.end)
+            self._idle.daemon = True
+            self._idle.start()
+            return True
+
+    def end(self) -> None:
+        """End the process, if it is there and idle."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
+
+
+def asked(process: Process, call: Callable[[], object]) -> str:
+    """The error of a call that a worker makes, "" if there is none.
+
+    Raises:
+        EOFError, OSError: The process has ended.
+        Exception: Whatever the call's parts raise when they are pickled.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(pickle.dumps(call))
+    process.stdin.flush()
+    answer: str = pickle.load(process.stdout)
+    return answer
 
 
 def cores() -> int:

@@ -103,6 +103,30 @@ for _ in range(2):
     launches[1]()
 print(json.dumps(told))
 """
+ABORTING = """
+import os
+from anybit.kernels.triton import ahead
+
+def compile_one(function, *others):
+    if function.name == "_token":
+        os.abort()
+    ahead.compile_one(function, *others)
+"""
+ABORTED = """
+sys.path.insert(0, sys.argv[2])
+import aborting
+from anybit.errors import Unsupported
+from anybit.kernels.triton import ahead
+
+ahead.compile_one, said = aborting.compile_one, []
+for launch in (launches[1], launches[1], launches[2]):
+    try:
+        launch()
+    except Unsupported as error:
+        said.append(str(error).partition(";")[0])
+ahead.CHILD.end()
+print(json.dumps([said, Driver.launched, compiled]))
+"""
 
 
 def run(cache: Path, *args: str, code: str = LAUNCH) -> Any:
@@ -133,3 +157,12 @@ def test_a_kernel_is_told_once_with_its_sizes(tmp_path: Path) -> None:
     (told,) = run(tmp_path, "1", code=before + TOLD)
     assert told.startswith("anybit.kernels.triton.activation._token(")
     assert "=256" in told
+
+
+def test_a_compiler_that_aborts_ends_a_child(tmp_path: Path) -> None:
+    """The next kernel is compiled by another one, and loaded from Triton's cache."""
+    (tmp_path / "aborting.py").write_text(ABORTING)
+    before, _, _ = LAUNCH.partition("if sys.argv[2:]")
+    said, launched, compiled = run(tmp_path, "1", str(tmp_path), code=before + ABORTED)
+    assert said == 2 * ["Triton's compiler ends its process at the kernel _token"]
+    assert (launched, compiled) == (["_largest", "_likeliest"], [])

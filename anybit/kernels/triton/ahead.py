@@ -1,12 +1,10 @@
-"""Triton's kernels, noted where they would be compiled, and compiled in other processes.
+"""Triton's kernels, compiled in other processes: noted for that, or each before its first launch.
 
 Those write Triton's cache, from which a launch then loads. They know the GPU by its target alone,
-so they need none.
+so they need none. A compiler that aborts at a kernel ends such a process, and never a server.
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,8 +16,12 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
-from anybit.kernels.ahead import Notes, notes
-from anybit.kernels.triton import lang
+from anybit.errors import Unsupported
+from anybit.kernels.ahead import notes
+from anybit.kernels.processes import Child
+
+CHILD = Child()
+DEADLY: set[str] = set()  # kernels at which a child has ended, by their places in Triton's cache
 
 
 class Function(NamedTuple):
@@ -33,30 +35,31 @@ class Function(NamedTuple):
         return cls(function.fn.__module__, function.fn.__qualname__)
 
     def find(self) -> JITFunction:
+        lang = import_module("anybit.kernels.triton.lang")  # which imports this file
         found: Any = import_module(self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
         return lang.jit(found)
 
 
-@contextmanager
-def noted(own: Notes) -> Iterator[None]:
-    """Where a thread keeps these notes, kernels that Triton's cache lacks are noted, not launched.
+def install() -> None:
+    """Look at each kernel of anybit's that Triton is about to compile and that its cache lacks.
 
-    A launch whose kernel is not made returns: so says Triton of its own hook for that, which is
-    called too early, with what must be JSON.
+    Where a thread keeps notes, it is noted, and not launched: a launch whose kernel is not made
+    returns, as Triton says of its own hook for that, which is called too early, with what must be
+    JSON. Elsewhere a child compiles it first.
     """
     usual = getattr(JITFunction, "_do_compile", None)
-    if usual is None:  # another Triton, which then compiles one by one
-        yield
+    if usual is None or usual.__module__ == __name__:  # another Triton, which compiles by itself
         return
 
     def compiled(
         self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any,
         *others: Any,
     ) -> Any:  # fmt: skip
-        _, _, target, backend, _ = self.device_caches[device]
-        if notes() is own:
+        found = notes()
+        if found is not None or self.fn.__module__.startswith("anybit."):
+            _, _, target, backend, _ = self.device_caches[device]
             source = ASTSource(self, signature, constants, attrs)
             variables = get_cache_invalidating_env_vars()
             text = get_cache_key(source, backend, options, env_vars=variables)
@@ -70,17 +73,20 @@ def noted(own: Notes) -> Iterator[None]:
                     compile_one, Function.of(self), signature, given, attrs, options.__dict__,
                     (target.backend, target.arch, target.warp_size),
                 )  # fmt: skip
-                error = own.missing(f"{source.name} {place[:16]}", call)
-                if own.strict:
-                    raise error
-                return None
+                if found is not None:
+                    error = found.missing(f"{source.name} {place[:16]}", call)
+                    if found.strict:
+                        raise error
+                    return None
+                if place in DEADLY or not CHILD.survives(call):
+                    DEADLY.add(place)
+                    raise Unsupported(
+                        f"Triton's compiler ends its process at the kernel {source.name}; another "
+                        "version of Triton may compile it"
+                    )
         return usual(self, key, signature, device, constants, options, attrs, *others)
 
     JITFunction._do_compile = compiled
-    try:
-        yield
-    finally:
-        JITFunction._do_compile = usual
 
 
 def compile_one(

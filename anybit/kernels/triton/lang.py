@@ -28,6 +28,8 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import jit as compiler
 
+from anybit.kernels.triton import ahead
+
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 NO_PTX = tl.constexpr(INTERPRET.value or bool(torch.version.hip))  # Python, or an AMD GPU
 
@@ -36,7 +38,7 @@ WORDS, FIELD, LAYOUT, DTYPE, GRID = (tl.constexpr(i) for i in range(5))
 
 
 def settle(names: dict[str, Any]) -> None:
-    """Have Triton name the functions of a module, which this ends, for its cache.
+    """Have Triton name the functions of a module, which this ends, for its cache, and try kernels.
 
     Where a function's callees have no names yet, Triton leaves their constants out of its own. So
     names would depend on what was launched before, and a process that has compiled ahead of time
@@ -45,6 +47,7 @@ def settle(names: dict[str, Any]) -> None:
     for function in [*names.values()]:
         if isinstance(function, triton.JITFunction):
             function.cache_key  # noqa: B018  is computed once
+    ahead.install()
 
 
 def _described(name: str, signature: Any, constants: dict[Any, Any], *others: Any) -> str:
