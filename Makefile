@@ -4,6 +4,8 @@ BIN := .venv/bin
 # Threads that wait sleep. Spinning, as is OpenMP's default, made the demo three times slower on a
 # machine whose two cores had other work to do.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Tests start some hundred processes, which would compile what they import each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## Say what can be made.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
