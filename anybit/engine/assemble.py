@@ -1,11 +1,11 @@
 """From a loaded model to an engine: its KV cache, what runs its steps, and what guesses for it."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
 from anybit.engine.block_manager import BlockManager
+from anybit.engine.config import EngineConfig
 from anybit.engine.draft_model import BEHIND, DraftModel
 from anybit.engine.engine import Engine
 from anybit.engine.experts import OneByOne
@@ -35,22 +35,6 @@ CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU at most, unless said otherwise
 MOST_DRAFTED = 128  # tokens of a captured step with drafts
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How an engine runs, as `LLM` has it. draft: None, "ngram", "mtp", another model."""
-
-    kv: KvFormat
-    kv_bytes: int | None
-    max_running: int
-    max_tokens: int
-    block_size: int
-    prefix_caching: bool
-    deterministic: bool
-    draft: str | Path | Loaded | None
-    draft_tokens: int
-    exact_answers: bool = False
-
-
 def kv_format(loaded: Loaded, asked: str) -> KvFormat:
     """The format of a model's KV cache. asked: "auto", "model" or one of `KV_FORMATS`."""
     model = loaded.model
@@ -67,13 +51,14 @@ def kv_format(loaded: Loaded, asked: str) -> KvFormat:
     return KV_FORMATS.get(asked) or plain(loaded.dtype)
 
 
-def assemble(loaded: Loaded, small: Loaded | None, settings: Settings) -> Engine:
+def assemble(loaded: Loaded, small: Loaded | None, kv: KvFormat, config: EngineConfig) -> Engine:
     """The engine of a model.
 
     Args:
         loaded: The model.
         small: One that guesses for it, as `load_draft` gives it.
-        settings: How it runs.
+        kv: The format of the KV cache.
+        config: How it runs.
 
     Raises:
         InvalidInput: The KV cache has no room for two blocks, or for the states of one text.
@@ -83,33 +68,33 @@ def assemble(loaded: Loaded, small: Loaded | None, settings: Settings) -> Engine
     runner: Runner
     drafter: Drafter | None = None
     rows = kept = 0
-    each = 1 + settings.exact_answers  # rows of an answer's token
-    if settings.exact_answers:
+    each = 1 + config.exact_answers  # rows of an answer's token
+    if config.exact_answers:
         check_exact(loaded.model).exact_answers = True
     if isinstance(loaded.model, Generator):
         runner, length = loaded.model, loaded.model.length
-        blocks = -(-length // settings.block_size)
-        settings = replace(settings, max_running=1, max_tokens=length, prefix_caching=False)
+        blocks = -(-length // config.block_size)
+        config = replace(config, max_running=1, max_tokens=length, prefix_caching=False)
     else:
-        if settings.max_tokens < each:
+        if config.max_tokens < each:
             raise InvalidInput(
-                f"max_tokens={settings.max_tokens}: an exact answer's token takes {each}"
+                f"max_tokens={config.max_tokens}: an exact answer's token takes {each}"
             )
-        room = room_of(loaded, small, settings)
+        room = room_of(loaded, small, kv, config)
         blocks, kept = room.blocks, room.kept
         rows = room.rows - 1 - kept if loaded.model.recurrent else 0
-        length = min(loaded.model.length, blocks * settings.block_size)
+        length = min(loaded.model.length, blocks * config.block_size)
         if rows:
-            settings = replace(settings, max_running=min(settings.max_running, rows))
-        runner = runner_of(loaded.model, room, settings)
+            config = replace(config, max_running=min(config.max_running, rows))
+        runner = runner_of(loaded.model, room, config)
         if small is not None:
-            drafter = draft_model(runner, small, room, vocabulary, settings)
-        elif settings.draft is not None:
+            drafter = draft_model(runner, small, room, vocabulary, config)
+        elif config.draft is not None:
             drafter = Lookup()
-    manager = BlockManager(blocks, settings.block_size, settings.prefix_caching, rows, kept)
-    steps = settings.max_running, settings.max_tokens
+    manager = BlockManager(blocks, config.block_size, config.prefix_caching, rows, kept)
+    steps = config.max_running, config.max_tokens
     scheduler = Scheduler(manager, *steps, each)
-    if settings.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
+    if config.deterministic and isinstance(runner, ModelRunner):  # else one text runs at a time
         scheduler = SteadyScheduler(manager, *steps, runner.rows)
     return Engine(
         runner,
@@ -118,7 +103,7 @@ def assemble(loaded: Loaded, small: Loaded | None, settings: Settings) -> Engine
         loaded.eos,
         vocabulary,
         Grammars(loaded.tokenizer, vocabulary, loaded.eos) if loaded.tokenizer else None,
-        Speculation(drafter, settings.draft_tokens) if drafter else None,
+        Speculation(drafter, config.draft_tokens) if drafter else None,
     )
 
 
@@ -152,71 +137,71 @@ def check_exact(model: Decoder | Generator) -> Decoder:
     return model
 
 
-def runner_of(model: Decoder, room: Room, settings: Settings) -> ModelRunner:
+def runner_of(model: Decoder, room: Room, config: EngineConfig) -> ModelRunner:
     """What runs the steps of a model that the engine runs itself."""
-    tokens = min(settings.max_tokens, settings.max_running * model.length)
+    tokens = min(config.max_tokens, config.max_running * model.length)
     return ModelRunner(
-        model, room, graph_rows(settings), tokens, settings.deterministic,
-        drafts=settings.draft is not None,
+        model, room, graph_rows(config), tokens, config.deterministic,
+        drafts=config.draft is not None,
     )  # fmt: skip
 
 
-def graph_rows(settings: Settings) -> int:
+def graph_rows(config: EngineConfig) -> int:
     """Rows of the largest step without prompts."""
-    most = settings.max_running
-    if settings.draft is None:
+    most = config.max_running
+    if config.draft is None:
         return most
-    return max(most, min(most * (1 + settings.draft_tokens), MOST_DRAFTED))
+    return max(most, min(most * (1 + config.draft_tokens), MOST_DRAFTED))
 
 
 def draft_model(
-    runner: ModelRunner, small: Loaded, room: Room, vocabulary: int, settings: Settings
+    runner: ModelRunner, small: Loaded, room: Room, vocabulary: int, config: EngineConfig
 ) -> DraftModel:
     """Guesses by a smaller model for the one that a runner runs."""
     assert not isinstance(small.model, Generator)
     head = isinstance(small.model, Mtp)
-    graphs = graph_rows(settings) if head else settings.max_running
-    behind = ModelRunner(small.model, room, graphs, settings.max_tokens)
+    graphs = graph_rows(config) if head else config.max_running
+    behind = ModelRunner(small.model, room, graphs, config.max_tokens)
     rows = room.rows - 1 if small.model.recurrent else 0
-    own = BlockManager(room.blocks, room.block_size, settings.prefix_caching, rows)
+    own = BlockManager(room.blocks, room.block_size, config.prefix_caching, rows)
     if head:
-        return MtpDraft(behind, vocabulary, own, settings.max_tokens, runner)
-    return DraftModel(behind, vocabulary, own, settings.max_tokens)
+        return MtpDraft(behind, vocabulary, own, config.max_tokens, runner)
+    return DraftModel(behind, vocabulary, own, config.max_tokens)
 
 
-def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
+def room_of(loaded: Loaded, small: Loaded | None, kv: KvFormat, config: EngineConfig) -> Room:
     """What layers may remember.
 
     Raises:
         InvalidInput: kv_bytes, or what is free, does not hold two blocks, or states of a text.
         Unsupported: The KV cache's format does not take the heads.
     """
-    model, most = loaded.model, settings.max_running
+    model, most = loaded.model, config.max_running
     assert not isinstance(model, Generator)
     models = [model]
     if small is not None:
         assert not isinstance(small.model, Generator)
         models.append(small.model)
-    tokens = min(settings.max_tokens, most * model.length)
+    tokens = min(config.max_tokens, most * model.length)
     # Beside a step there is what graphs hold.
-    kept = max(graph_rows(settings), prompt_sizes(tokens)[-1])
-    if settings.deterministic or not model.capturable:
+    kept = max(graph_rows(config), prompt_sizes(tokens)[-1])
+    if config.deterministic or not model.capturable:
         kept = 0
-    second = most * settings.exact_answers  # rows, of answers' tokens
+    second = most * config.exact_answers  # rows, of answers' tokens
     step = step_bytes(loaded.config.get_text_config(), tokens + kept + second, most)
     if small is not None:
         step += step_bytes(small.config.get_text_config(), kept, 0)
-    device, size = model.embed_tokens.device, settings.block_size
-    back = 0 if settings.draft is None else settings.draft_tokens + BEHIND
-    none = Room(0, size, 0, settings.kv, device, back=back)
+    device, size = model.embed_tokens.device, config.block_size
+    back = 0 if config.draft is None else config.draft_tokens + BEHIND
+    none = Room(0, size, 0, kv, device, back=back)
     least, each, own = (
         sum(state_bytes(m, room) for m in models)
         for room in (none, none._replace(blocks=1), none._replace(rows=1))
     )
     each, own = each - least, own - least
-    step += max(states_bytes(m, settings, none) for m in models)
-    free = cache_room(device, step if settings.kv_bytes is None else None)
-    given = granted(free, least + 2 * (each + own), step, settings.kv_bytes, device)
+    step += max(states_bytes(m, config, none) for m in models)
+    free = cache_room(device, step if config.kv_bytes is None else None)
+    given = granted(free, least + 2 * (each + own), step, config.kv_bytes, device)
     if given is None:
         whole = -(-model.length // size) * each + own
         given = min(CPU_CACHE if free is None else free, least + most * (whole + own) + own)
@@ -225,14 +210,14 @@ def room_of(loaded: Loaded, small: Loaded | None, settings: Settings) -> Room:
         return none._replace(blocks=counted(given, each, 2, f"blocks of {size} tokens"))
     # A row more takes what steps write for nobody. K and V have at least half of the memory.
     rows = counted(given // 2 if each else given, own, 2, "texts' states, one of them for padding")
-    rows, kept = shared_rows(rows - 1, most, settings, model.recurrent)
+    rows, kept = shared_rows(rows - 1, most, config, model.recurrent)
     blocks = rows * -(-model.length // size)
     if each:
         blocks = counted(given - (1 + rows + kept) * own, each, 2, f"blocks of {size} tokens")
     return none._replace(blocks=blocks, rows=1 + rows + kept, kept=kept)
 
 
-def states_bytes(model: Decoder, settings: Settings, none: Room) -> int:
+def states_bytes(model: Decoder, config: EngineConfig, none: Room) -> int:
     """What a step takes for states on their way to new ones, of one layer after the other.
 
     Kernels change states in their rows; the definitions, which run prompts where there are kernels
@@ -243,18 +228,18 @@ def states_bytes(model: Decoder, settings: Settings, none: Room) -> int:
     one = none._replace(rows=1, device=torch.device("meta"))
     widest = max(memory.empty(one).nbytes for memory in model.memories)
     if not model.ragged:
-        return 8 * max(graph_rows(settings), STATES) * widest
-    texts = MOST_PROMPTS + 1 if settings.draft is None else settings.max_running
-    return 5 * min(settings.max_running, texts) * widest
+        return 8 * max(graph_rows(config), STATES) * widest
+    texts = MOST_PROMPTS + 1 if config.draft is None else config.max_running
+    return 5 * min(config.max_running, texts) * widest
 
 
-def shared_rows(rows: int, most: int, settings: Settings, recurrent: bool) -> tuple[int, int]:
+def shared_rows(rows: int, most: int, config: EngineConfig, recurrent: bool) -> tuple[int, int]:
     """Of rows of states, those that texts have and those for ends of prefixes.
 
     Prefixes get a quarter where rows are few, and as many as texts where there are enough.
     """
     # Steps that end elsewhere add up in another way.
-    if settings.deterministic or not settings.prefix_caching or not recurrent:
+    if config.deterministic or not config.prefix_caching or not recurrent:
         return min(rows, most), 0
     own = min(most, max(1, rows * 3 // 4))
     return own, min(rows - own, most)

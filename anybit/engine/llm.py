@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Number
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.engine.assemble import Settings, assemble, kv_format
+from anybit.engine.assemble import assemble, kv_format
 from anybit.engine.checks import integer, wrong
+from anybit.engine.config import EngineConfig, configured
 from anybit.engine.draft_model import check_draft, load_draft, share
 from anybit.engine.language import Language
 from anybit.engine.loader import Loaded, load
@@ -32,8 +33,7 @@ from anybit.files.hub import located
 from anybit.kernels.archive import unpack
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.formats import KV_FORMATS
-from anybit.nn.multiplier import Keep, check_keep
-from anybit.nn.plan import Plan, Spec
+from anybit.nn.multiplier import check_keep
 from anybit.progress import progress
 
 log = logging.getLogger("anybit.engine")
@@ -50,104 +50,48 @@ class LLM(Language):
     sequence at a time, and a warning in the log says so; then max_running, max_tokens, block_size
     and prefix_caching do not apply, and options of the engine's KV cache are refused.
 
-    model: a directory with a Hugging Face checkpoint, quantized or not, a GGUF file, or the name
-        of one on the hub (org/name, org/name:Q4_K_M); or a model that `anybit.engine.loader` has
-        loaded or built already.
-    quantization: a format ("fp6") or plan to quantize a checkpoint by while it is loaded.
-    kv_cache: "auto" (int8 if the checkpoint has scales for it, else the model's dtype), "model"
-        (the model's dtype), "int8", "k8v4" (8 bits for K, 4 for V) or "int4".
-    keep: whether layers that no kernel multiplies may hold decoded copies, as in `anybit.load`.
-    length: context length, prompt and output; the model's own limit by default, beyond which only
-        RoPE that config.json stretches may go.
-    kv_bytes: size of the KV cache. By default, what max_running sequences of that length
-        need, but at most 1 GiB on a CPU and, on a GPU, 90 % of the free memory, or less where a
-        step takes the rest.
-    max_running: sequences that run at the same time. max_tokens: tokens in one step.
-    deterministic: an answer has the same tokens whatever else runs, at some cost in speed; see
-        `anybit.engine.steady`.
-    exact_answers: whether layers that round tokens to 8 bits (`@int8`) round those of answers to 16
-        instead, so that they are as exact as with 16-bit activations. Prompts keep 8, but for a
-        token that a step reads alone. An answer's token takes two rows of products.
-    adapters: directories of LoRA adapters that peft has written, by the names under which
-        `SamplingParams.adapter` asks for them; each sequence of a step may have its own.
-    draft: what guesses tokens that then run together in a step, where that is faster: "ngram" (what
-        followed earlier in the sequence), "mtp" (the head that the checkpoint has for that), or a
-        smaller model with the same tokenizer. Outputs are the same as without.
-    draft_tokens: the longest guess.
-    max_itl: milliseconds that a step with a prompt may take while other sequences run, which bounds
-        the time between their tokens. "auto": 20 on a GPU, and on a CPU 1.5 times what a step
-        without prompts takes. On a GPU all kernels are compiled and all graphs captured before
-        anything is asked, which takes seconds; on a CPU a server records steps as they come and
-        between requests. With None nothing is bounded, and all of that happens at first use.
-    kernels: a file of `anybit build --pack`, whose kernels are then not compiled here. It is code
-        that the process runs: only take one that you trust.
+    Its arguments are the fields of `EngineConfig`.
 
     Attributes:
         kv_cache: What the KV cache holds: A name as above, or a dtype, such as "bfloat16".
     """
 
-    def __init__(
-        self,
-        model: str | Path | Loaded,
-        quantization: Spec | Plan | None = None,
-        *,
-        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
-        kv_cache: str = "auto",
-        keep: Keep = "auto",
-        device: str | torch.device | None = None,
-        length: int | None = None,
-        kv_bytes: int | None = None,
-        max_running: int = 256,
-        max_tokens: int = 2048,
-        block_size: int = 16,
-        prefix_caching: bool = True,
-        deterministic: bool = False,
-        exact_answers: bool = False,
-        adapters: Mapping[str, str | Path] | None = None,
-        draft: str | Path | Loaded | None = None,
-        draft_tokens: int = 4,
-        max_itl: float | Literal["auto"] | None = "auto",
-        kernels: str | Path | None = None,
-    ):
-        check_choice("dtype", dtype, ("auto", *DTYPES))
-        check_choice("kv_cache", kv_cache, ("auto", "model", *KV_FORMATS))
-        check_keep(keep)
-        check_draft(draft, draft_tokens, deterministic)
-        beside = checked(adapters, model, deterministic)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if kernels is not None:
-            unpack(Path(kernels), device)
-        if isinstance(model, Loaded):
-            loaded, directory = model, None
+    @configured(EngineConfig)
+    def __init__(self, config: EngineConfig):
+        check_choice("dtype", config.dtype, ("auto", *DTYPES))
+        check_choice("kv_cache", config.kv_cache, ("auto", "model", *KV_FORMATS))
+        check_keep(config.keep)
+        check_draft(config.draft, config.draft_tokens, config.deterministic)
+        adapters = checked(config)
+        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if config.kernels is not None:
+            unpack(Path(config.kernels), device)
+        if isinstance(config.model, Loaded):
+            loaded = config.model
         else:
-            directory = Path(model)
             options = {
-                f"kv_cache={kv_cache!r}": kv_cache in KV_FORMATS,
-                "kv_bytes": kv_bytes is not None,
-                "draft": draft is not None,
+                f"kv_cache={config.kv_cache!r}": config.kv_cache in KV_FORMATS,
+                "kv_bytes": config.kv_bytes is not None,
+                "draft": config.draft is not None,
             }
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(
-                directory, device, DTYPES.get(dtype), quantization, length, given, keep, beside,
-                further=draft == "mtp",
+                Path(config.model), device, DTYPES.get(config.dtype), config.quantization,
+                config.length, given, config.keep, adapters, further=config.draft == "mtp",
             )  # fmt: skip
-        small = load_draft(draft, loaded, device, length, keep)
-        kv = kv_format(loaded, kv_cache)
+        small = load_draft(config.draft, loaded, device, config.length, config.keep)
+        kv = kv_format(loaded, config.kv_cache)
         if kv.loss:
             log.warning("kv_cache=%r: %s", kv.name, kv.loss)
-        settings = Settings(
-            kv, kv_bytes, max_running, max_tokens, block_size, prefix_caching, deterministic,
-            draft, draft_tokens, exact_answers,
-        )  # fmt: skip
         super().__init__(loaded.tokenizer)
         self.config, self.dtype = loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes
-        self.plan, self.keep = loaded.plan, keep
+        self.plan, self.keep = loaded.plan, config.keep
         self.kv_cache = kv.name
-        self.engine = assemble(loaded, small, settings)
-        self.engine.adapters = tuple(beside)
-        if max_itl is not None:
-            limit = None if max_itl == "auto" else max_itl / 1e3
+        self.engine = assemble(loaded, small, kv, config)
+        self.engine.adapters = tuple(adapters)
+        if config.max_itl is not None:
+            limit = None if config.max_itl == "auto" else config.max_itl / 1e3
             self.engine.prepare = partial(make_ready, self.engine, limit)
         if self.engine.runner.overlaps:
             self.engine.prepared()
@@ -317,17 +261,15 @@ class LLM(Language):
         return list(out.values())
 
 
-def checked(
-    adapters: Mapping[str, str | Path] | None, model: str | Path | Loaded, deterministic: bool
-) -> dict[str, Path]:
+def checked(config: EngineConfig) -> dict[str, Path]:
     """Directories of adapters by names; InvalidInput where they cannot be."""
-    beside = dict(adapters or {})
-    if "" in beside:
-        raise InvalidInput(f"adapters: {beside['']} has an empty name; give it another")
-    if beside and (deterministic or isinstance(model, Loaded)):
-        what = "deterministic=True" if deterministic else "a model that is loaded already"
+    adapters = config.adapters or {}
+    if "" in adapters:
+        raise InvalidInput(f"adapters: {adapters['']} has an empty name; give it another")
+    if adapters and (config.deterministic or isinstance(config.model, Loaded)):
+        what = "deterministic=True" if config.deterministic else "a model that is loaded already"
         raise InvalidInput(f"adapters do not go with {what}; leave out one of them")
-    return {name: located(adapter) for name, adapter in beside.items()}
+    return {name: located(adapter) for name, adapter in adapters.items()}
 
 
 def listed(prompts: Any) -> list[str | list[int]]:

@@ -3,7 +3,6 @@
 import gc
 import ipaddress
 import logging
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -22,30 +21,17 @@ from anybit.serve.options import (
     SECURITY,
     ApiKeys,
     ChatTemplate,
-    Deterministic,
-    Draft,
-    DraftTokens,
-    Dtype,
-    ExactAnswers,
-    Format,
     FrontEndCount,
     Grace,
     Host,
-    Keep,
-    Kernels,
-    Kv,
-    KvGb,
-    Length,
     LogLevel,
-    Lora,
-    MaxItl,
-    MaxRunning,
     Model,
     Names,
     Origins,
     Port,
     Queue,
     ToolParser,
+    engine_options,
 )
 
 if TYPE_CHECKING:
@@ -54,33 +40,21 @@ if TYPE_CHECKING:
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+|null|\*")  # of a web page, as browsers send it
 
 
+@engine_options()
 def serve(
     model: Model,
+    engine: dict[str, Any],
     host: Host = "127.0.0.1",
     port: Port = 8000,
     names: Names = None,
     log_level: LogLevel = "info",
-    quantization: Format = None,
-    kv_cache: Kv = "auto",
-    dtype: Dtype = "auto",
     chat_template: ChatTemplate = None,
-    lora: Lora = None,
-    length: Length = None,
-    kv_gb: KvGb = None,
-    max_running: MaxRunning = 256,
-    max_itl: MaxItl = None,
     queue: Queue = 256,
     grace: Grace = 30.0,
     api_keys: ApiKeys = None,
     origins: Origins = None,
-    keep: Keep = "auto",
-    kernels: Kernels = None,
     tool_parser: ToolParser = None,
     front_ends: FrontEndCount = None,
-    deterministic: Deterministic = False,
-    exact_answers: ExactAnswers = False,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = 4,
 ) -> None:
     """Serve a model over HTTP with OpenAI's protocol, metrics, and a chat page at /."""
     from anybit.serve.run import FrontEnds, bind, front_end_count, run
@@ -109,23 +83,7 @@ def serve(
             warn_if_open(host, listener.getsockname()[0])
         choose("--tool-parser", tool_parser, ("none", *FAMILIES))
         started = stack.enter_context(FrontEnds(listener, front_ends or front_end_count()))
-        llm = load(
-            model,
-            quantization,
-            kv_cache=kv_cache,
-            keep=keep,
-            kernels=kernels,
-            dtype=dtype,
-            length=length,
-            kv_bytes=bytes_of(kv_gb),
-            max_running=max_running,
-            max_itl="auto" if max_itl is None else max_itl,
-            deterministic=deterministic,
-            exact_answers=exact_answers,
-            adapters=adapters_of(lora or []),
-            draft=draft,
-            draft_tokens=draft_tokens,
-        )
+        llm = load(model, engine)
         if template is not None:
             if llm.tokenizer is None:
                 raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -139,7 +97,8 @@ def serve(
             origins=tuple(origins or ()),
             tool_parser=tool_parser,
         )
-        drafts = f"; drafts by {draft}, up to {draft_tokens} tokens" if draft else ""
+        draft, most = engine["draft"], engine["draft_tokens"]
+        drafts = f"; drafts by {draft}, up to {most} tokens" if draft else ""
         typer.echo(f"{' = '.join(settings.names)} {summary(llm)}{drafts}")
         typer.echo(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
         run(llm, settings, started)
@@ -207,17 +166,6 @@ def served(model: Path) -> str:
     return Path(os.path.abspath(model)).name if model.exists() else str(model)
 
 
-def bytes_of(gigabytes: float | None) -> int | None:
-    """Bytes of a KV cache."""
-    if gigabytes is None:
-        return None
-    if not 0 < gigabytes < math.inf:  # nor is NaN
-        raise typer.BadParameter(
-            f"{gigabytes:g} is not a size; give 4, for example", param_hint="--kv-gb"
-        )
-    return int(gigabytes * 1e9)
-
-
 def check_template(llm: "LLM") -> None:
     """InvalidInput for a chat template that is empty or cannot be read; what it says may be any."""
     from jinja2 import TemplateSyntaxError
@@ -230,15 +178,6 @@ def check_template(llm: "LLM") -> None:
         raise InvalidInput(f"--chat-template, line {error.lineno}: {error.message}") from None
     except Exception:  # it may want other messages than this one
         pass
-
-
-def adapters_of(given: list[str]) -> dict[str, Path]:
-    """Directories by names, from NAME=DIRECTORY."""
-    pairs = [text.partition("=") for text in given]
-    complete = all(name and place for name, _, place in pairs)
-    if not complete or len({name for name, _, _ in pairs}) < len(pairs):
-        raise InvalidInput(f"--lora {' '.join(given)}: give NAME=DIRECTORY, each name once")
-    return {name: Path(place) for name, _, place in pairs}
 
 
 def choose(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
@@ -256,18 +195,13 @@ def summary(llm: "LLM") -> str:
     )
 
 
+@engine_options("quantization", "kv_cache", "keep", "dtype", "length", "draft", "draft_tokens")
 def chat(
     model: Model,
-    quantization: Format = None,
-    kv_cache: Kv = "auto",
-    keep: Keep = "auto",
-    dtype: Dtype = "auto",
-    length: Length = None,
+    engine: dict[str, Any],
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.7,
-    draft: Draft = None,
-    draft_tokens: DraftTokens = 4,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation.
 
@@ -276,18 +210,7 @@ def chat(
     from anybit.engine.sequence import SamplingParams
     from anybit.serve.chat import talk
 
-    llm = load(
-        model,
-        quantization,
-        kv_cache=kv_cache,
-        keep=keep,
-        dtype=dtype,
-        length=length,
-        max_running=1,
-        max_itl=None,
-        draft=draft,
-        draft_tokens=draft_tokens,
-    )
+    llm = load(model, engine | {"max_running": 1, "max_itl": None})
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
@@ -344,10 +267,10 @@ def bench_serve(
     run(url, loads, largest_token, api_key, typer.echo, json, plot)
 
 
-def load(model: Path, quantization: str | None, **options: Any) -> "LLM":
+def load(model: Path, options: dict[str, Any]) -> "LLM":
     """The model with options of `LLM`, which says what is wrong with them."""
     say(f"loading {model}")
     with importing():
         from anybit.engine.llm import LLM
 
-    return LLM(model, quantization, **options)
+    return LLM(model, **options)

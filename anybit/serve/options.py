@@ -1,61 +1,23 @@
 """The options of the commands that load a model, in the groups that `--help` shows."""
 
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from anybit.engine.config import ADVANCED, LIMITS, MODEL, EngineConfig, texts
+from anybit.errors import InvalidInput
 from anybit.files.server import KEY
 
-# Groups of options in --help.
-MODEL, LIMITS, SECURITY, ADVANCED = "Model", "Limits", "Security", "Advanced"
+SECURITY = "Security"
+GROUPS = ("", MODEL, LIMITS, SECURITY, ADVANCED)  # of options in --help
 MODEL_HELP = "a directory, a GGUF file, or ORG/NAME of the hub, with @REVISION or :Q4_K_M (GGUF)."
 Model = Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help="Quantize an unquantized model while loading it: fp6, int4, ...",
-        rich_help_panel=MODEL,
-    ),
-]
-Kv = Annotated[
-    str,
-    typer.Option(
-        help="KV cache: model (its dtype), int8, k8v4 (8 bits for K, 4 for V), int4, or auto (int8 "
-        "if the model has scales).",
-        rich_help_panel=MODEL,
-    ),
-]
-Dtype = Annotated[
-    str, typer.Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)
-]
-Keep = Annotated[
-    str,
-    typer.Option(
-        help="Dequantized copies of layers that have no kernel: auto, packed (never) or decoded "
-        "(always).",
-        rich_help_panel=ADVANCED,
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        min=2, help="Context length: tokens of a prompt and its output.", rich_help_panel=LIMITS
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="Speculative decoding: ngram (what followed earlier in the sequence), mtp (the "
-        "model's own head for further tokens), or a smaller model with the same tokenizer.",
-        rich_help_panel=ADVANCED,
-    ),
-]
-DraftTokens = Annotated[
-    int,
-    typer.Option(min=1, help="Most tokens of a draft.", rich_help_panel=ADVANCED),
-]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")]
 Names = Annotated[
@@ -73,40 +35,6 @@ ChatTemplate = Annotated[
     Path | None,
     typer.Option(
         help="File of a chat template, instead of the model's own.", rich_help_panel=MODEL
-    ),
-]
-Lora = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NAME=DIRECTORY of a LoRA adapter; clients ask for it as model NAME.",
-        rich_help_panel=MODEL,
-    ),
-]
-KvGb = Annotated[
-    float | None,
-    typer.Option(
-        help="Size of the KV cache in GB; default: as much as is useful.", rich_help_panel=LIMITS
-    ),
-]
-MaxRunning = Annotated[
-    int, typer.Option(min=1, help="Sequences that run at the same time.", rich_help_panel=LIMITS)
-]
-MaxItl = Annotated[
-    float | None,
-    typer.Option(
-        min=1,
-        help="Milliseconds that a step with a prompt may take while other sequences run, which "
-        "bounds the time between their tokens; default: 20 on a GPU, on a CPU 1.5 times a step "
-        "without prompts.",
-        rich_help_panel=LIMITS,
-    ),
-]
-Kernels = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file of `anybit build --pack`: compiled kernels, so that no compiler runs. It is "
-        "code: one that you trust.",
-        rich_help_panel=ADVANCED,
     ),
 ]
 Queue = Annotated[
@@ -161,19 +89,105 @@ ToolParser = Annotated[
         rich_help_panel=ADVANCED,
     ),
 ]
-ExactAnswers = Annotated[
-    bool,
-    typer.Option(
-        "--exact-answers",
-        help="Layers of @int8 round prompts to 8 bits, and answers to 16.",
-        rich_help_panel=ADVANCED,
-    ),
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        "--deterministic",
-        help="The same output whatever else runs; costs some speed.",
-        rich_help_panel=ADVANCED,
-    ),
-]
+
+
+def bytes_of(gigabytes: float | None) -> int | None:
+    """Bytes of a KV cache."""
+    if gigabytes is None:
+        return None
+    if not 0 < gigabytes < math.inf:  # nor is NaN
+        raise typer.BadParameter(
+            f"{gigabytes:g} is not a size; give 4, for example", param_hint="--kv-gb"
+        )
+    return int(gigabytes * 1e9)
+
+
+def adapters_of(given: list[str] | None) -> dict[str, Path]:
+    """Directories by names, from NAME=DIRECTORY."""
+    pairs = [text.partition("=") for text in given or []]
+    complete = all(name and place for name, _, place in pairs)
+    if not complete or len({name for name, _, _ in pairs}) < len(pairs):
+        raise InvalidInput(f"--lora {' '.join(given or [])}: give NAME=DIRECTORY, each name once")
+    return {name: Path(place) for name, _, place in pairs}
+
+
+class Form(NamedTuple):
+    """How commands take a field of `EngineConfig` that is no plain value: a type, None by default.
+
+    Attributes:
+        type: Of what is given.
+        read: Makes the field of it.
+        metavar: What `--help` shows for it.
+    """
+
+    type: Any
+    read: Callable[[Any], Any]
+    metavar: str | None = None
+
+
+FORMS = {
+    "kv_bytes": Form(float | None, bytes_of),
+    "max_itl": Form(float | None, lambda limit: "auto" if limit is None else limit),
+    "adapters": Form(list[str] | None, adapters_of, "NAME=DIRECTORY"),
+}
+
+
+def option(field: "dataclasses.Field[Any]", text: str) -> inspect.Parameter:
+    """The option of a field of `EngineConfig`. text: what stands below the field."""
+    form, default = FORMS.get(field.name), field.default
+    if form is not None:
+        kind, default = form.type, None
+    elif default is None:
+        kind = int | None if field.type == int | None else str | None
+    else:
+        kind = type(default)
+    flag = field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
+    shown = typer.Option(
+        flag,
+        help=text.partition("\n\n")[0].replace("\n", " "),
+        min=field.metadata.get("min"),
+        metavar=form and form.metavar,
+        rich_help_panel=field.metadata["group"],
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, shown],
+    )
+
+
+def group_of(parameter: inspect.Parameter) -> int:
+    """The place of a parameter's group in --help."""
+    (shown,) = parameter.annotation.__metadata__
+    return GROUPS.index(shown.rich_help_panel or "")
+
+
+def engine_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options for fields of `EngineConfig`, which it gets as `engine`, a dict.
+
+    names: those fields; none: all that have a group.
+    """
+    fields = [f for f in dataclasses.fields(EngineConfig) if f.metadata]
+    chosen = [f for f in fields if not names or f.name in names]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def call(**given: Any) -> None:
+            engine = {field.name: given.pop(field.name) for field in chosen}
+            for name in engine.keys() & FORMS.keys():
+                engine[name] = FORMS[name].read(engine[name])
+            command(**given, engine=engine)
+
+        said, own = texts(), dict(inspect.signature(command).parameters)
+        del own["engine"]
+        parameters = [
+            *(option(field, said[field.name]) for field in chosen),
+            *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values()),
+        ]
+        parameters.sort(key=group_of)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        return call
+
+    return decorate

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
-from anybit.serve.commands import adapters_of
+from anybit.serve.options import adapters_of
 from anybit.serve.run import service_of
 from anybit.serve.settings import Settings
 from tests.engine.test_lora import adapter
