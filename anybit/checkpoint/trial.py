@@ -3,7 +3,8 @@
 No weight is read: the model is built without memory, and changed as it is when it is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,27 @@ from anybit.files.safetensors import Stored, stored_tensors
 from anybit.nn.plan import METHOD, stored_plan
 
 
-def try_out(directory: Path) -> None:
-    """Raise InvalidInput when transformers would not find every tensor of a model that was written.
-
-    directory: of a dense model, or of one of ours.
-    """
+@contextmanager
+def unreadable() -> Iterator[None]:
+    """Says of an InvalidInput within that it is a fault of what was written."""
     try:
-        quantization = quantization_of(read_json(directory / "config.json"), directory)
-        if quantization.get("quant_method") == METHOD:
-            check_coded(directory)
-        else:
-            check_model(directory)
+        yield
     except InvalidInput as error:
         raise InvalidInput(
             f"what was written could not be loaded, which is a fault of anybit; please report it: "
             f"{error}"
         ) from error
+
+
+def try_out(directory: Path) -> None:
+    """Raise InvalidInput when transformers would not find every tensor of a model that was written.
+
+    directory: of a dense model, or of one of ours.
+    """
+    with unreadable():
+        quantization = quantization_of(read_json(directory / "config.json"), directory)
+        check = check_coded if quantization.get("quant_method") == METHOD else check_model
+        check(directory)
 
 
 def read_as(directory: Path) -> tuple[Names, dict[str, Stored]]:

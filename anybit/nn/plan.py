@@ -59,11 +59,8 @@ def resolve(
             fmt.check(*shape)
         except ValueError as error:
             raise InvalidInput(f"{name}: {error}") from None
-        if name in embeddings and (activation or "n" in fmt.rotate):
-            raise InvalidInput(
-                f"{name}: {scheme!r} {'quantizes activations' if activation else 'mixes rows'}, "
-                "and an embedding looks up rows by their numbers; leave that out"
-            )
+        if name in embeddings:
+            check_rows(name, fmt, activation)
         out[name] = scheme
     if unused - {"lm_head"}:
         raise InvalidInput(
@@ -73,6 +70,16 @@ def resolve(
     if not out:
         raise InvalidInput("nothing to quantize: every layer is kept (None), a head or tiny")
     return out
+
+
+def check_rows(name: str, fmt: Format, activation: str | None) -> None:
+    """Raise InvalidInput for a scheme that an embedding cannot have."""
+    if activation or "n" in fmt.rotate:
+        raise InvalidInput(
+            f"{name}: {scheme_name(fmt, activation)!r} "
+            f"{'quantizes activations' if activation else 'mixes rows'}, and an embedding looks up "
+            "rows by their numbers; leave that out"
+        )
 
 
 def patterns_for(name: str, plan: Plan, embedding: bool = False) -> list[str]:

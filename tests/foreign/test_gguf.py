@@ -19,7 +19,7 @@ from anybit.engine.sequence import SamplingParams
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
 from anybit.files.safetensors import ShardWriter
-from anybit.nn.model import quantized_layers
+from anybit.nn.model import quantized_layers, quantized_modules
 from tests.foreign import gguf_models
 from tests.foreign.gguf_hybrids import HYBRIDS
 from tests.foreign.gguf_models import LONG, MODELS, tiny, write
@@ -192,6 +192,30 @@ def test_decoded_weights_can_be_rounded_to_another_format(tmp_path: Path) -> Non
         assert torch.equal(layer.dequantize(), wanted.dequantize())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_are_rounded_where_they_are_named(tmp_path: Path, tied: bool) -> None:
+    model = tiny("qwen2", tie_word_embeddings=tied)
+    write(model, tmp_path / "model.gguf", {"ffn|embd": "Q8_0"})
+    words = "model.embed_tokens"
+    for to, wanted in (("int4", "int8:group=32"), ({"*.embed_tokens": "int4"}, "int4")):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / wanted[:4], to)
+        loaded = anybit.load(tmp_path / wanted[:4])
+        layers = dict(quantized_modules(loaded))
+        assert layers[words].scheme == wanted
+        assert ("lm_head" in layers) == tied
+        weight = anybit.quantize_tensor(model.get_parameter(f"{words}.weight"), wanted)
+        assert torch.equal(layers[words].dequantize(), weight.dequantize())
+    with pytest.raises(InvalidInput, match=r"embed_tokens: 'int4@int8' quantizes activations"):
+        convert_checkpoint(tmp_path / "model.gguf", tmp_path / "o", {"*.embed_tokens": "int4@int8"})
+
+
+def test_rounding_where_nothing_is_quantized_is_refused(tmp_path: Path) -> None:
+    write(tiny("llama"), tmp_path / "dense.gguf", {"blk": "F16"})
+    with pytest.raises(InvalidInput, match="no layer is quantized here"):
+        convert_checkpoint(tmp_path / "dense.gguf", tmp_path / "out", "int4")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unfinished_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tiny("llama"), tmp_path / "model.gguf", K_MIX, tokens=96)
     whole = convert_checkpoint(tmp_path / "model.gguf", tmp_path / "whole", shard_bytes=100_000)
@@ -294,6 +318,17 @@ def test_keys_that_change_a_model_are_not_passed_over(tmp_path: Path) -> None:
     write(tiny("llama"), tmp_path / "model.gguf", {}, {"rope.scaling.type": "dynamic"})
     with pytest.raises(InvalidInput, match="rotary embeddings of type 'dynamic' cannot be read"):
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_head_for_further_tokens_is_left_out_and_named(tmp_path: Path) -> None:
+    model = tiny("glm4_moe")
+    more = {"block_count": model.config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    name = "blk.2.nextn.eh_proj.weight"
+    extra = {name: np.ones((256, 512), np.float32)}
+    write(model, tmp_path / "a.gguf", {"ffn_down": "Q8_0"}, more, extra)
+    report = convert_checkpoint(tmp_path / "a.gguf", tmp_path / "out")
+    assert [*report.dropped] == [name]
+    assert f"1 tensors dropped, such as {name}: a head for further tokens" in str(report)
 
 
 def test_tensors_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:

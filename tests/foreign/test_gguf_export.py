@@ -1,6 +1,7 @@
 """Checkpoints written as GGUF, read back by the `gguf` package and by transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.foreign.gguf_config import metadata_of
+from anybit.checkpoint.foreign.gguf_export import GgufFile
 from anybit.checkpoint.foreign.gguf_families import FAMILIES
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json, write_json
@@ -44,6 +46,21 @@ def test_a_file_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
     for key, field in before.fields.items():
         if not key.startswith(("GGUF.", "general.")):
             assert after.fields[key].contents() == pytest.approx(field.contents()), key
+
+
+def test_a_file_that_could_not_be_read_is_not_written(
+    quantized: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = GgufFile.layout
+
+    def wrong(self: GgufFile, parts: list[Any]) -> tuple[str, tuple[int, ...], int]:
+        kind, shape, nbytes = right(self, parts)
+        return kind, shape[::-1] if "token_embd" in parts[0].theirs[0] else shape, nbytes
+
+    monkeypatch.setattr(GgufFile, "layout", wrong)
+    with pytest.raises(InvalidInput, match=r"fault of anybit.*token_embd"):
+        export_checkpoint(quantized[0], tmp_path / "out.gguf", to="gguf")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -195,6 +195,9 @@ def test_a_tensor_of_several_layers(short: int, tmp_path: Path) -> None:
                 plan_conversion(found, 1 << 30)
         else:
             assert OTHERS in {one.reason for one in plan_conversion(found, 1 << 30).layers.values()}
+            plan_conversion(found, 1 << 30, "int4")
+            with pytest.raises(InvalidInput, match=r"cannot be rounded to int4, since it becomes"):
+                plan_conversion(found, 1 << 30, {"*.gate_up_proj": "int4"})
 
 
 def test_names_in_plans() -> None:

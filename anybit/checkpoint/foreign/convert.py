@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import OF_CACHE, Layer, Naming, of_attention, owner
 from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
 from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
-from anybit.checkpoint.foreign.gguf_file import is_gguf
-from anybit.checkpoint.foreign.gguf_model import Made, open_model
+from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
+from anybit.checkpoint.foreign.gguf_model import Made, open_model, write_tokenizer
 from anybit.checkpoint.foreign.methods import method_of, reader_of
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
 from anybit.checkpoint.layout import check_fit, check_missing, left_out
@@ -265,6 +265,7 @@ class Opened:
         layers: The quantized layers by name.
         names: transformers' tables of the model's names.
         model: transformers' model, without memory, its experts one by one.
+        left: Tensors that are not among `stored`, and why.
     """
 
     source: Path
@@ -275,6 +276,7 @@ class Opened:
     layers: Mapping[str, Layer]
     names: Names
     model: nn.Module
+    left: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -292,7 +294,10 @@ def opened(source: Path) -> Iterator[Opened]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / source.stem
         directory.mkdir()
-        yield Opened(source, directory, "gguf", *open_model(source, directory))
+        contents = read_model(source)
+        found = open_model(contents, directory)
+        write_tokenizer(contents, directory)
+        yield Opened(source, directory, "gguf", *found)
 
 
 def plan_conversion(
@@ -324,10 +329,16 @@ def plan_conversion(
         if of_attention(name) and found.names.in_model(name)[0] not in found.names.state
     }
     own_name = {place.stored: name for place, name in model_name.items()}
-    schemes = rounded_to(to, {name: own_name.get(name) for name in layers})
+    embeddings = embedding_layers(model)
+    schemes = rounded_to(to, {name: own_name.get(name) for name in layers}, embeddings)
     for name, layer in layers.items():
-        module, scheme = module_of.get(name), schemes.get(name)
+        module, (scheme, by_name) = module_of.get(name), schemes.get(name, (None, False))
         layers[name] = fitted(name, layer, module, found.names, scheme, for_transformers)
+        if by_name and layers[name].scheme != scheme:
+            raise InvalidInput(
+                f"{name} cannot be rounded to {scheme}, since it becomes dense here: "
+                f"{layers[name].reason}; leave it out"
+            )
         bias = stored.get(f"{name}.bias")
         if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
             if bias.read().any():
@@ -352,7 +363,7 @@ def plan_conversion(
         stored, layers = as_transformers_reads(found.names, own_name, stored, layers, dtype)
         unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
         dense = [name for name in stored if name not in unit_of]
-    heads, embeddings = tied_heads(model), embedding_layers(model)
+    heads = tied_heads(model)
     of_model = {name: layers.get(place.stored) for place, name in model_name.items()}
     for head, own in heads.items():  # which share the embeddings' codes
         of_model[head] = of_model.get(head) or of_model[own]
@@ -389,7 +400,7 @@ def plan_conversion(
         method=method,
         layers=layers,
         dense=dtype,
-        dropped=dropped,
+        dropped={**dropped, **found.left},
         decoded=decoded,
         placed=not without_place(found.names, unexpected),
     )

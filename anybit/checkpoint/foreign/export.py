@@ -29,6 +29,7 @@ from anybit.checkpoint.rewrite import (
     manifest_of,
     rewrite,
 )
+from anybit.checkpoint.trial import unreadable
 from anybit.core.format import Format
 from anybit.core.packed import Packed, is_codes
 from anybit.core.scheme import parse_scheme
@@ -157,7 +158,7 @@ class Export(Rewrite):
         return out
 
     def try_out(self, directory: Path) -> None:
-        with opened(directory) as found:
+        with unreadable(), opened(directory) as found:
             plan_conversion(found, SHARD_BYTES)
 
     def write(self, unit: str, shard: ShardWriter) -> None:

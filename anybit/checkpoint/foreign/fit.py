@@ -1,6 +1,6 @@
 """Whether another tool's layers fit into the model, and what of the model they leave out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -14,7 +14,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.nn.embedding import factor_of
 from anybit.nn.model import is_linear
-from anybit.nn.plan import Plan, Spec, plan_of
+from anybit.nn.plan import Plan, Spec, check_rows, plan_of
 from anybit.quantizers.base import quantize_weight
 from anybit.quantizers.rtn import RTN
 
@@ -36,7 +36,7 @@ def fitted(
         layer: As it is stored.
         module: Of the model; None where it has no such layer.
         names: Of the model.
-        to: The scheme that it is rounded to; None: it stays as it is, as embeddings do.
+        to: The scheme that it is rounded to; None: it stays as it is.
         for_transformers: As in `plan_conversion`.
 
     Raises:
@@ -46,6 +46,9 @@ def fitted(
         return decoded(layer, OTHERS)
     if isinstance(module, nn.Embedding) and factor_of(module) is not None:
         check_shape(name, (module.num_embeddings, module.embedding_dim), layer)
+        if to is not None:
+            check_rows(name, *parse_scheme(to))
+            return rounded(name, layer, to)
         return layer
     shape = tuple(module.weight.shape) if isinstance(module, nn.Linear) else None
     if module is not None and shape is None:  # it would be initialized at random
@@ -95,23 +98,33 @@ def check_shape(name: str, shape: tuple[int, ...], layer: Layer) -> None:
         )
 
 
-def rounded_to(to: Spec | Plan | None, layers: Mapping[str, str | None]) -> dict[str, str]:
-    """The schemes of the layers that are to be rounded.
+def rounded_to(
+    to: Spec | Plan | None, layers: Mapping[str, str | None], embeddings: Container[str | None]
+) -> dict[str, tuple[str, bool]]:
+    """The schemes of the layers that are to be rounded, and whether more than "*" names them.
 
     Args:
         to: As in `convert_checkpoint`.
         layers: Names of all quantized layers in the checkpoint, and the model's for them.
+        embeddings: Those of the model's names that are embeddings', which "*" does not mean.
 
     Raises:
         InvalidInput: A pattern matches none.
     """
     plan = {} if to is None else plan_of(to)
-    out, unused = dict[str, str](), set(plan)
+    out, unused = dict[str, tuple[str, bool]](), set(plan)
     for name, own in layers.items():
         found = [p for p in plan if any(n and (n == p or fnmatchcase(n, p)) for n in (name, own))]
         unused -= {*found}
+        if own in embeddings:
+            found = [p for p in found if p.rpartition(".")[2].strip("*?")]
         if found and (scheme := plan[found[-1]]) is not None:
-            out[name] = scheme
+            out[name] = scheme, found[-1] != "*"
+    if plan and not layers:
+        raise InvalidInput(
+            "no layer is quantized here, and only those can be rounded on the way; convert without "
+            "a format, then use `anybit quantize`"
+        )
     if unused:
         raise InvalidInput(
             f"no quantized layer matches {', '.join(map(repr, sorted(unused)))}; layers are named "

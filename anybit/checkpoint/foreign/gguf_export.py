@@ -5,6 +5,7 @@ read back. Dense matrices keep their dtype, vectors and routers become F32, as l
 """
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from anybit.checkpoint.foreign.export import Checkpoint, check_all
 from anybit.checkpoint.foreign.ggml import TYPES, pack
 from anybit.checkpoint.foreign.gguf_config import metadata_of
 from anybit.checkpoint.foreign.gguf_families import FAMILIES, Family
-from anybit.checkpoint.foreign.gguf_file import block_sizes
+from anybit.checkpoint.foreign.gguf_file import block_sizes, read_model
 from anybit.checkpoint.foreign.gguf_hybrids import order_of
-from anybit.checkpoint.foreign.gguf_model import Named, named
+from anybit.checkpoint.foreign.gguf_model import Named, named, open_model
 from anybit.checkpoint.foreign.gguf_tokens import write_vocabulary
+from anybit.checkpoint.trial import unreadable
 from anybit.core.format import Format
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
@@ -47,12 +49,19 @@ def export_gguf(
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         file.write(partial, show_progress)
+        try_out(partial)
         sync(partial)
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)
     sync(out.parent)
     return file
+
+
+def try_out(path: Path) -> None:
+    """Raise InvalidInput when the tensors of a file that was written are not those of its model."""
+    with unreadable(), tempfile.TemporaryDirectory() as folder:
+        open_model(read_model(path), Path(folder))
 
 
 def kind_of(fmt: Format, activation: str | None, stored: Mapping[str, Stored]) -> str:

@@ -22,7 +22,7 @@ from anybit.checkpoint.foreign.base import Layer
 from anybit.checkpoint.foreign.ggml import CHUNK, TYPES, unpack
 from anybit.checkpoint.foreign.gguf_config import config_of, family_of
 from anybit.checkpoint.foreign.gguf_families import Family
-from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents, read_model
+from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents
 from anybit.checkpoint.foreign.gguf_hybrids import (
     Order,
     change_of,
@@ -43,6 +43,7 @@ HEAD = "lm_head.weight"
 GATE_OR_UP = re.compile(r"\.ffn_(gate|up)_exps\.weight$")  # which one tensor may hold both
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = ("eos", "eot", "eom")  # tokens that end a text
+FURTHER = "a head for further tokens, which is not read from GGUF files"
 LEFT = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in config
 
 
@@ -157,24 +158,29 @@ def decodable(kind: str) -> bool:
 
 
 def open_model(
-    path: Path, directory: Path
-) -> tuple[dict[str, Any], dict[str, "Stored | Made"], dict[str, Layer], Names, nn.Module]:
-    """Read the headers of a model, and write what is no tensor into a directory.
+    contents: Contents, directory: Path
+) -> tuple[
+    dict[str, Any],
+    dict[str, "Stored | Made"],
+    dict[str, Layer],
+    Names,
+    nn.Module,
+    dict[str, str],
+]:
+    """Find a model's tensors by the headers, and write its settings into a directory.
 
     Args:
-        path: The file, or one of its parts.
-        directory: Gets config.json, generation_config.json and the tokenizer.
+        contents: Of the file or files.
+        directory: Gets config.json and generation_config.json.
 
     Returns:
         Of config.json; the tensors by transformers' names; those of them that are quantized linear
-        layers and embeddings; transformers' tables of names; and its model, without memory.
+        layers and embeddings; transformers' tables of names; its model, without memory; and
+        tensors of the file that are left out, and why.
 
     Raises:
-        FileNotFoundError: A part is missing.
-        InvalidInput: A file is damaged, or the model or a type cannot be read.
-        Unsupported: The `gguf` package is missing.
+        InvalidInput: The model or a type cannot be read.
     """
-    contents = read_model(path)
     family, config = family_of(contents), config_of(contents)
     write_json(directory / "config.json", config)
     ends = [contents.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
@@ -183,8 +189,8 @@ def open_model(
         write_json(directory / "generation_config.json", {"eos_token_id": known})
     bare = bare_model(directory, {n: block.stored for n, block in contents.tensors.items()})
     names, model = Names(bare), split(bare)
-    write_tokenizer(contents, directory)
-    return config, *placed(contents, family, config, model, names), names, model
+    stored, layers, left = placed(contents, family, config, model, names)
+    return config, stored, layers, names, model, left
 
 
 def write_tokenizer(contents: Contents, directory: Path) -> None:
@@ -267,8 +273,8 @@ def placed(
     config: Mapping[str, Any],
     model: nn.Module,
     names: Names,
-) -> tuple[dict[str, "Stored | Made"], dict[str, Layer]]:
-    """Every tensor of the model, found in the file."""
+) -> tuple[dict[str, "Stored | Made"], dict[str, Layer], dict[str, str]]:
+    """Every tensor of the model, found in the file; its layers; and what is left out, and why."""
     path = contents.files[0]
     stored: dict[str, Stored | Made] = {}
     layers: dict[str, Layer] = {}
@@ -335,13 +341,14 @@ def placed(
             stored[name] = Made(blocks, shape, dtype, order, change)
     drafts = range(config["num_hidden_layers"], contents.metadata[f"{family.arch}.block_count"])
     ignored = tuple(f"blk.{number}." for number in drafts)
-    unknown = [name for name in contents.tensors if not (name in used or name.startswith(ignored))]
+    left = {name: FURTHER for name in contents.tensors if name.startswith(ignored)}
+    unknown = [name for name in contents.tensors if not (name in used or name in left)]
     if unknown:
         raise InvalidInput(
             f"{path}: {len(unknown)} tensors are not in transformers' {family.kind}, such as "
             f"{unknown[0]}"
         )
-    return stored, layers
+    return stored, layers, left
 
 
 def halved(block: Block, half: int | None) -> Block:
