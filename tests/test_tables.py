@@ -116,8 +116,8 @@ def test_a_star_is_said_where_a_loss_is_of_another_text():
 
 
 def test_traffic_keeps_every_row(folder):
-    rows = (ROOT / "benchmarks/results/h200_traffic.csv").read_text()
-    (folder / "h200_traffic.csv").write_text(rows)
+    rows = (ROOT / "benchmarks/results/h200_http.csv").read_text()
+    (folder / "h200_http.csv").write_text(rows)
     assert len(engine_tables.traffic().splitlines()) == len(rows.splitlines()) + 1
 
 

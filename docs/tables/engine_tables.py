@@ -26,15 +26,14 @@ def tables() -> dict[str, str]:
 
 
 def traffic() -> str:
-    """Requests that arrive at random: throughput and latencies, by engine and rate."""
-    rows = read("h200_traffic")
-    times = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "itl_p99_ms")
+    """Requests over HTTP that arrive at random: latencies, by server and rate."""
+    times = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "itl_p99_ms")
     out = [
-        [r["rate_per_s"], r["engine"], r["case"], r["kv"]] + [r[time] for time in times]
-        for r in sorted(rows, key=lambda r: float(r["rate_per_s"]))
+        [r["rate_per_s"], r["server"], r["weights"], *(r[time] for time in times)]
+        for r in sorted(read("h200_http"), key=lambda r: float(r["rate_per_s"]))
     ]
-    titles = ["requests/s", "engine", "weights", "KV", "TTFT p50", "p99", "TPOT p50", "p99"]
-    return markdown([*titles, "ITL p99"], out, words=4)
+    titles = ["requests/s", "server", "weights", "TTFT p50", "p99", "TPOT p50", "ITL p99"]
+    return markdown(titles, out, words=3)
 
 
 def engine_steps() -> str:
