@@ -57,7 +57,7 @@ docs: .venv/.installed  ## Build the documentation into site/; open site/index.h
 	@echo "== mkdocs"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-test-models: .venv/.installed  ## Try every architecture of transformers (minutes; goes on where it stopped), and write docs/models.csv and the counts of docs/models.md.
+test-models: .venv/.installed  ## Try every architecture of transformers (some hours; a run takes 50 minutes, and goes on where the last one stopped), and write docs/models.csv and the counts of docs/models.md.
 	@$(BIN)/python -m tests.models.sweep
 
 # Engine and server take a GPU by themselves. Other tests that launch kernels on one ask for
@@ -70,8 +70,11 @@ test-gpu:  ## Run the tests that use a GPU on that of this machine, with the pyt
 		$(if $(FAST),-k 'draft or guess or graph or one_hot or reads_weights or this_gpu') tests/engine tests/serve \
 		$$(grep -lwE 'ANYBIT_TEST_DEVICE|import DEVICE' tests/test_*.py tests/kernels/test_*.py)
 
-test-emulated: .venv/.installed  ## Try every kernel, for all architectures, and every pair of parameters (over an hour).
-	@ANYBIT_TEST_EVERY_KERNEL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \
+# The part is that of the day; all of them take some hours.
+PART ?= $(shell expr $$(date +%j) % 6 + 1)/6
+test-emulated: .venv/.installed  ## Try every kernel, for all architectures, and every pair of parameters: a sixth a day (PART=2/6, or 1/1).
+	@echo "== part $(PART)"
+	@ANYBIT_TEST_EVERY_KERNEL=1 ANYBIT_TEST_PART=$(PART) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 \
 		$$(grep -rl 'from tests.needs import' tests --include 'test_*.py')
 
 test-2gpu:  ## Compare layers and a decoder block divided between two GPUs with undivided ones.

@@ -28,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Report(config))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    others = [item for item in items if not needs.in_part(item.nodeid)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if needs.in_part(item.nodeid)]
+
+
 @pytest.fixture(autouse=True)
 def same_start_and_nothing_left() -> Iterator[None]:
     """Seed torch; fail a test that changes torch's defaults or the registry of formats.

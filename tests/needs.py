@@ -1,6 +1,7 @@
 """What some tests cannot run without: elsewhere they are skipped, in CI nothing is."""
 
 import os
+import zlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
@@ -9,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 EVERY_KERNEL = "ANYBIT_TEST_EVERY_KERNEL" in os.environ  # emulate all, not a few of each kind
+PART = os.environ.get("ANYBIT_TEST_PART", "1/1")  # which of how many parts of the tests run
 COMPILERS = {"triton": "gpu", "cutlass": "hopper"}  # module, and the extra that installs it
 A = TypeVar("A")
 B = TypeVar("B")
@@ -26,6 +28,12 @@ def pairs(first: Sequence[A], second: Sequence[B], each: int = 1) -> list[tuple[
         for i, a in enumerate(first)
         for n in range(each)
     ]
+
+
+def in_part(name: str) -> bool:
+    """Whether a test is one of this run's part, by a hash of its name."""
+    part, parts = map(int, PART.split("/"))
+    return zlib.crc32(name.encode()) % parts == part - 1
 
 
 def check_compilers() -> None:

@@ -25,3 +25,13 @@ def test_pytest_asks_before_it_starts(
     monkeypatch.setattr(needs, "find_spec", lambda name: None)
     with pytest.raises(pytest.UsageError, match="is missing"):
         plugin.pytest_configure(pytestconfig)
+
+
+def test_every_test_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"tests/test_some.py::test[{i}]" for i in range(300)]
+    found = []
+    for part in ("1/3", "2/3", "3/3"):
+        monkeypatch.setattr(needs, "PART", part)
+        found.append([name for name in names if needs.in_part(name)])
+    assert sorted(name for part in found for name in part) == sorted(names)
+    assert all(70 < len(part) < 130 for part in found)
