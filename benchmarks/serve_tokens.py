@@ -35,7 +35,7 @@ from anybit.engine.sampler import rows_of
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import SamplingParams
 from anybit.serve.channel import Add
-from anybit.serve.events import dumps, event
+from anybit.serve.encoding import dumps, event
 from anybit.serve.run import FrontEnds, bind, service_of
 from anybit.serve.service import Service
 from anybit.serve.settings import Settings
@@ -200,7 +200,7 @@ def main() -> None:
     llm.engine.prepare = None
     engine_side(llm, ids, given.streams)
     limit = "max_output_tokens" if given.path == "responses" else "max_tokens"
-    ask: dict[str, Any] = {"stream": True, limit: given.tokens, "temperature": 0}
+    ask: dict[str, Any] = {"model": "pico", "stream": True, limit: given.tokens, "temperature": 0}
     if given.path == "completions":
         ask["prompt"] = "def main("
     else:

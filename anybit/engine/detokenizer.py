@@ -62,16 +62,22 @@ class Detokenizer:
         text, self.held = self.held[:shown], self.held[shown:]
         return text, None
 
+    def follows(self, token: int) -> bool:
+        """Append a token of `plain` that has a text, if just that text is what may be shown now."""
+        if not self._whole or self._plain is None:
+            return False
+        if self._stops is not None and self._stops.touched(self._plain[token] or ""):
+            return False
+        self._follow([token])
+        return True
+
     def _decoded(self, tokens: list[int], last: bool) -> str:
         """The characters that tokens complete."""
         assert self.decode is not None
         if self._whole and self._plain is not None:
             texts = [self._plain[token] for token in tokens]
             if None not in texts:
-                self._window += tokens
-                self._behind = True
-                if len(self._window) > LONGEST:
-                    del self._window[: -2 * CONTEXT]
+                self._follow(tokens)
                 return "".join(texts)  # type: ignore[arg-type]
         if self._behind:
             self._done, self._behind = self.decode(self._window), False
@@ -94,6 +100,13 @@ class Detokenizer:
         if len(self._window) > 2 * CONTEXT:
             self._shorten(decoded)
         return new
+
+    def _follow(self, tokens: list[int]) -> None:
+        """Append tokens that need no decoding."""
+        self._window += tokens
+        self._behind = True
+        if len(self._window) > LONGEST:
+            del self._window[: -2 * CONTEXT]
 
     def _shorten(self, decoded: str) -> None:
         """Drop old tokens from the window, where that leaves the end of the text as it is."""
@@ -127,7 +140,7 @@ class Stops:
 
     def __init__(self, stop: Sequence[str]):
         self.order = {string: i for i, string in reversed(list(enumerate(stop)))}
-        self.sorted = sorted(self.order)
+        self.sorted, self.firsts = sorted(self.order), {string[0] for string in stop}
         self.next: dict[tuple[int, str], int] = {}
         # Of each state: its length, which of the sorted strings begin with it, the state of its
         # next shorter end, the longest string that it ends with, and `begun`.
@@ -138,6 +151,10 @@ class Stops:
     @property
     def begun(self) -> int:
         return self.open[self.state]
+
+    def touched(self, text: str) -> bool:
+        """Whether a stop string has begun, or may begin in this text."""
+        return self.state > 0 or not self.firsts.isdisjoint(text)
 
     def read(self, text: str) -> tuple[str, int] | None:
         """Go on with a text: the stop string in it that begins first, and where, from its end.

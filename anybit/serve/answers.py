@@ -11,7 +11,8 @@ from typing import Any
 from anybit.engine.output import Completion, Delta
 from anybit.engine.sequence import Logprob
 from anybit.engine.structured import STUCK
-from anybit.serve.events import Events, dumps, event
+from anybit.serve.encoding import Frame, around, dumps, event
+from anybit.serve.events import Events
 from anybit.serve.mistakes import error
 from anybit.serve.reading import Piece, Plain, Reader, call_id
 from anybit.serve.streams import Stream
@@ -138,6 +139,13 @@ class Answer:
         """Server-sent events: those that come first, and of each step's deltas together."""
         raise NotImplementedError
 
+    def frame(self, index: int) -> Frame | None:
+        """What stands around a plain token's text, in the event that it is all that is new in.
+
+        None if no such event can be made without `step`, or not yet.
+        """
+        return None
+
     async def end(self) -> None:
         """Wait until all texts have ended; Failed if one did not end well."""
         async for deltas in self.asked.stream:
@@ -203,7 +211,7 @@ class OpenAI(Answer):
 
     def __init__(self, asked: Asked, prefix: str):
         super().__init__(asked, prefix)
-        self.frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}
+        self.frames: dict[tuple[int, str], Frame] = {}
 
     async def whole(self) -> dict[str, Any]:
         await self.end()
@@ -239,32 +247,27 @@ class OpenAI(Answer):
 
     def said(self, delta: Delta) -> bytes:
         """The events of a delta."""
-        asked = self.asked
-        known = not (
-            delta.finish or delta.logprobs or delta.prompt_logprobs
-            or asked.token_ids or asked.running
-        )  # fmt: skip
-        index = self.index[delta.request] + delta.index
-        text = self.texts[index]
-        if known and type(text.reader) is Plain:  # nothing but the text changes
-            text.completion.tokens += delta.tokens
-            if delta.cached:
-                self.cached[delta.request] = delta.cached
-            return self._framed(index, "content", delta.text) if delta.text else b""
-        step = self.step(delta)  # of a reader that may hold text back
-        if known and len(step.pieces) == 1 and (piece := step.pieces[0]).kind != "call":
-            return self._framed(step.text.completion.index, piece.kind, piece.text)
+        step = self.step(delta)
+        more = delta.finish or delta.logprobs or delta.prompt_logprobs or self.changing
+        if not more and len(step.pieces) == 1 and (piece := step.pieces[0]).kind != "call":
+            before, after = self._frame(step.text.completion.index, piece.kind)
+            return before + dumps(piece.text) + after
         return b"".join(self.part(*part) for part in self.parts(step))
 
-    def _framed(self, index: int, kind: str, text: str) -> bytes:
-        """The event of a piece of text, of which all but the text is known after the first one."""
-        found = self.frames.get((index, kind))
-        if found is None:
-            mark = uuid.uuid4().hex
-            whole = self.part(index, self.piece(kind, mark))
-            before, after = whole.split(dumps(mark))
-            found = self.frames[index, kind] = before, after
-        return found[0] + dumps(text) + found[1]
+    @property
+    def changing(self) -> bool:
+        """Whether more than the text changes in every event."""
+        return self.asked.token_ids or self.asked.running
+
+    def frame(self, index: int) -> Frame | None:
+        plain = type(self.texts[index].reader) is Plain and not self.changing
+        return self._frame(index, "content") if plain else None
+
+    def _frame(self, index: int, kind: str) -> Frame:
+        """What stands around a piece of text, in an event where nothing else changes."""
+        if (index, kind) not in self.frames:
+            self.frames[index, kind] = around(lambda t: self.part(index, self.piece(kind, t)))
+        return self.frames[index, kind]
 
     def piece(self, kind: str, text: str) -> dict[str, Any]:
         """What an event says of a piece of text."""

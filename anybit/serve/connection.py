@@ -43,7 +43,8 @@ class Exchange:
         self.chunked = False
         self.left: int | None = None  # bytes that the answer still needs, if it told how many
         self.news = asyncio.Event()
-        self.out: list[bytes] = []  # of the answer, that is not sent yet
+        self.head = b""  # of the answer, and
+        self.parts: list[bytes] = []  # parts of its body, that are not sent yet
 
     async def run(self, app: ASGIApp) -> None:
         """Let the application answer."""
@@ -87,38 +88,39 @@ class Exchange:
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         if body and self.scope["method"] != "HEAD":
-            self._add(body)
-        if not more and self.chunked:
-            self.out.append(b"0\r\n\r\n")
-        self.flush()
+            self.parts.append(body)
+        self.flush(b"" if more or not self.chunked else b"0\r\n\r\n")
         if not more:
             self.ended, self.keep = True, self.keep and not self.left
             self.news.set()
             self.connection.answered(self)
 
-    def write(self, body: bytes) -> None:
-        """Send a part of the body soon; whether that is wise, `connection.writable` tells.
+    def write(self, *parts: bytes) -> None:
+        """Send parts of the body soon; whether that is wise, `connection.writable` tells.
 
-        What is written while a step's deltas are read is sent behind them: each call of the system
-        leaves the processor's caches to it, and the next stream's events would wait for theirs.
+        What is written while a step's deltas are read is sent behind them, in one chunk: each call
+        of the system leaves the processor's caches to it, and the next stream's events would wait
+        for theirs.
         """
-        if not self.out:
+        if not self.parts:
             waiting = self.connection.waiting
             if not waiting:
                 self.connection.loop.call_soon(send_all, waiting)
             waiting.append(self)
-        self._add(body)
+        self.parts += parts
 
-    def flush(self) -> None:
-        """Send what was written."""
-        if self.out and not self.gone:
-            self.connection.transport.write(b"".join(self.out))
-        self.out.clear()
-
-    def _add(self, body: bytes) -> None:
+    def flush(self, end: bytes = b"") -> None:
+        """Send what was written, and the end of the body."""
+        out = b"".join(self.parts)
+        self.parts.clear()
         if self.left is not None:
-            self.left -= len(body)
-        self.out.append(b"%x\r\n%b\r\n" % (len(body), body) if self.chunked else body)
+            self.left -= len(out)
+        if out and self.chunked:
+            out = b"%x\r\n%b\r\n" % (len(out), out)
+        if self.head or end:
+            out, self.head = self.head + out + end, b""
+        if out and not self.gone:
+            self.connection.transport.write(out)
 
     def _begin(self, status: int, headers: Any) -> None:
         self.started = True
@@ -145,7 +147,7 @@ class Exchange:
         if not self.keep and not closes:
             out.append(b"connection: close\r\n")
         out.append(b"\r\n")
-        self.out = [b"".join(out)]  # sent with the first part of the body, or alone
+        self.head = b"".join(out)  # sent with the first part of the body, or alone
 
 
 class Connection(asyncio.Protocol):

@@ -1,46 +1,35 @@
 """Answers as server-sent events: written when a step's deltas arrive, without a task's turn."""
 
 import asyncio
-import json
 from collections.abc import Generator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from anybit.engine.output import Delta
-from anybit.serve.streams import Engine, Stream
+from anybit.serve.streams import Engine
+
+if TYPE_CHECKING:
+    from anybit.serve.answers import Answer
 
 # What makes the events of one stream: it is given deltas, and returns the last events.
 Events = Generator[bytes, list[Delta], bytes]
 
 
-def dumps(value: Any) -> bytes:
-    """JSON in UTF-8; in ASCII where a text holds half of a surrogate pair."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, separators=(",", ":")).encode()
-
-
-def event(body: dict[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
-    data = b"data: %b\n\n" % dumps(body)
-    return data if name is None else b"event: %b\n%b" % (name.encode(), data)
-
-
 class EventStream(Response):
     """An answer as server-sent events, whose requests end with the response, however it ends.
 
-    Deltas become bytes in the socket's buffer in the call that brings them. While the client reads
-    too slowly they wait, and become fewer, longer writes.
+    Deltas become bytes in the socket's buffer in the call that brings them, and most tokens do so
+    without a delta (`Short`). While the client reads too slowly, deltas wait, and become fewer,
+    longer writes.
     """
 
-    def __init__(self, events: Events, stream: Stream, engine: Engine):
+    def __init__(self, answer: "Answer", engine: Engine):
         self.status_code, self.background, self.media_type = 200, None, "text/event-stream"
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.events, self.stream, self.engine = events, stream, engine
+        self.answer, self.stream, self.engine = answer, answer.asked.stream, engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -48,11 +37,11 @@ class EventStream(Response):
             await send(head)
             await self._run(scope, receive, send)
         finally:
-            self.stream.sink = None
+            self._stop()
             self.engine.abort(self.stream)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, stream, events = scope["exchange"], self.stream, self.events
+        exchange, stream, events = scope["exchange"], self.stream, self.answer.events()
         writable, wake, last = exchange.connection.writable, asyncio.Event(), None
         failure: Exception | None = None
 
@@ -68,7 +57,7 @@ class EventStream(Response):
             except Exception as error:
                 last, failure = b"", error
             if last is not None:
-                stream.sink = None
+                self._stop()
                 wake.set()
 
         def arrived() -> None:
@@ -84,6 +73,10 @@ class EventStream(Response):
 
         await send({"type": "http.response.body", "body": next(events), "more_body": True})
         stream.sink = arrived
+        for name, index in stream.left:
+            at = self.answer.index[name] + index
+            tokens, find = self.answer.texts[at].completion.tokens, partial(self.answer.frame, at)
+            self.engine.shorten(stream, (name, index), tokens, find, exchange)
         if stream.pending:
             wake.set()
         gone = asyncio.ensure_future(leaving())
@@ -99,3 +92,8 @@ class EventStream(Response):
         if failure is not None:
             raise failure
         await send({"type": "http.response.body", "body": last or b""})
+
+    def _stop(self) -> None:
+        """Write nothing more when it arrives."""
+        self.stream.sink = None
+        self.engine.lengthen(self.stream)

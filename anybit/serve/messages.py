@@ -12,8 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text
-from anybit.serve.events import Events, event
+from anybit.serve.encoding import Frame, around, event
+from anybit.serve.events import Events
 from anybit.serve.protocol import ChatMessage, ChatRequest
+from anybit.serve.reading import Plain
 from anybit.serve.server import Server
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -247,6 +249,13 @@ class MessagesAnswer(Answer):
         usage = self._usage() | SERVICE
         return self._message(blocks, self._stop(text)) | {"usage": usage} | self.edited
 
+    def frame(self, index: int) -> Frame | None:
+        (text,) = self.texts
+        at = len(text.blocks) - 1
+        if at < 0 or type(text.reader) is not Plain:
+            return None
+        return around(lambda text: self._delta(at, "content", text))
+
     def events(self) -> Events:
         (text,) = self.texts
         usage = self._usage() | {"output_tokens": 0} | SERVICE
@@ -269,8 +278,7 @@ class MessagesAnswer(Answer):
                         if self._hidden(piece.kind):
                             continue
                         if piece.text and (piece.kind != "call" or is_object(text.blocks[at].text)):
-                            out += named({"type": "content_block_delta", "index": at,
-                                          "delta": delta(piece.kind, piece.text)})  # fmt: skip
+                            out += self._delta(at, piece.kind, piece.text)
         except Failed as failed:
             return named(mistakes.anthropic_error(failed.status, str(failed)))
         usage = self._usage()
@@ -278,6 +286,10 @@ class MessagesAnswer(Answer):
             {"type": "message_delta", "delta": self._stop(text), "usage": usage} | self.edited
         )
         return out + named({"type": "message_stop"})
+
+    def _delta(self, at: int, kind: str, text: str) -> bytes:
+        body = {"type": "content_block_delta", "index": at, "delta": delta(kind, text)}
+        return named(body)
 
     def _stopped(self, at: int) -> bytes:
         return b"" if at < 0 else named({"type": "content_block_stop", "index": at})

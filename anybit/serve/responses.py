@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 from anybit.engine.sequence import MAX_LOGPROBS, Logprob
 from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text
-from anybit.serve.events import Events, event
+from anybit.serve.encoding import event
+from anybit.serve.events import Events
 from anybit.serve.protocol import ChatMessage, ChatRequest
 from anybit.serve.server import Server
 

@@ -14,7 +14,8 @@ from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError
 from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared, forces
-from anybit.serve.events import EventStream, dumps
+from anybit.serve.encoding import dumps
+from anybit.serve.events import EventStream
 from anybit.serve.mistakes import WrongField
 from anybit.serve.model import Model
 from anybit.serve.protocol import ChatRequest, Prompting
@@ -150,7 +151,7 @@ class Server:
     async def reply(self, request: Request, answer: Answer, stream: bool | None) -> Response:
         """Send an answer; the engine drops it as soon as the client is gone."""
         if stream:
-            return EventStream(answer.events(), answer.asked.stream, self.engine)
+            return EventStream(answer, self.engine)
         work = asyncio.ensure_future(answer.whole())
         try:
             async with leaving(request) as gone:

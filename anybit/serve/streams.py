@@ -14,6 +14,8 @@ from anybit.engine.structured import Structured, Tried
 from anybit.engine.transcript import Transcripts
 from anybit.errors import in_a_line
 from anybit.serve import channel
+from anybit.serve.connection import Exchange
+from anybit.serve.encoding import Encoded, Frame, Short
 from anybit.serve.model import Model
 from anybit.serve.times import DELIVERY, OWN, WRITING, Times
 
@@ -66,6 +68,15 @@ class Stream:
             self.sink()
 
 
+@dataclass(eq=False, slots=True)
+class Text:
+    """A text that has not ended. take: writes a token's event, or says that it cannot."""
+
+    request: str
+    index: int
+    take: Callable[[int], bool] | None = None
+
+
 @dataclass(eq=False)
 class Asked:
     """Requests that the engine has not answered yet: whether it takes them."""
@@ -92,8 +103,8 @@ class Engine(asyncio.Protocol):
         self.stopped, self.until = asyncio.Event(), 0.0
         self.transcripts = Transcripts(model, self._ended)
         self.vocabulary, self.length = model.vocabulary, model.length
-        self.grammars = model.grammars
-        self._texts: dict[int, tuple[str, int]] = {}  # the requests and numbers of all texts
+        self.grammars, self.encoded = model.grammars, Encoded(model.plain)
+        self._texts: dict[int, Text] = {}
         self._asked: dict[int, Asked] = {}
         self._waiting: dict[int, asyncio.Future[bytes]] = {}  # for metrics
         self.times = {name: Times(bounds) for name, (_, bounds) in OWN.items()}
@@ -114,7 +125,7 @@ class Engine(asyncio.Protocol):
         for _, params in requests:
             names.append(str(self._next))
             for index in range(params.n):
-                self._texts[self._next] = names[-1], index
+                self._texts[self._next] = Text(names[-1], index)
                 texts.add((names[-1], index))
                 self._next += 1
         stream = Stream(names, texts)
@@ -138,6 +149,22 @@ class Engine(asyncio.Protocol):
         """End a stream's requests and free their blocks before the next step; no more arrives."""
         if names := self._forget(stream):
             self._send(channel.Abort(list(map(int, names))))
+
+    def shorten(
+        self, stream: Stream, text: tuple[str, int], tokens: list[int],
+        find: Callable[[], Frame | None], exchange: Exchange,
+    ) -> None:  # fmt: skip
+        """Write a text's tokens without deltas where these would say nothing else, see `Short`."""
+        found, wait = self.transcripts.open.get(text, (None, 0))
+        if found is not None and wait <= 0:  # or else its tokens are counted
+            short = Short(found, tokens, find, self.encoded, stream, exchange)
+            self._texts[int(text[0]) + text[1]].take = short.take
+
+    def lengthen(self, stream: Stream) -> None:
+        """Make deltas of all tokens of a stream again."""
+        for name, index in stream.left:
+            if text := self._texts.get(int(name) + index):
+                text.take = None
 
     async def drain(self) -> None:
         """Take no more requests, let those that run end within the grace, then abort the rest."""
@@ -239,13 +266,17 @@ class Engine(asyncio.Protocol):
                 self._forget(asked.stream)
                 if not asked.answer.done():
                     asked.answer.set_exception(Refused(status, reason))
-        deltas = []
-        more = {each.at: each for each in step.more}
+        touched: dict[Stream, None] = {}
+        written = 0
+        more, find = {each.at: each for each in step.more}, self._texts.get
         for at, (number, token) in enumerate(zip(step.texts, step.tokens, strict=True)):
-            text = self._texts.get(number)
+            text = find(number)
             if text is None:  # aborted by its caller, or ended by what it says
                 continue
-            delta = Delta(*text, "", [token] if token >= 0 else [])
+            if text.take is not None and at not in more and text.take(token):
+                written += 1
+                continue
+            delta = Delta(text.request, text.index, "", [token] if token >= 0 else [])
             if each := more.get(at):
                 delta.logprobs, delta.finish, delta.error = each.logprobs, each.finish, each.error
                 delta.stop_reason, delta.silent, delta.cached = (
@@ -253,22 +284,21 @@ class Engine(asyncio.Protocol):
                 )  # fmt: skip
                 delta.accepted, delta.rejected = each.accepted, each.rejected
                 delta.prompt_logprobs, delta.embedding = each.prompt_logprobs, each.embedding
-            deltas.append(delta)
-        touched: dict[Stream, None] = {}
-        for delta in self.transcripts.read(deltas):
+            if not self.transcripts.read([delta]):
+                continue
             stream = self.streams[delta.request]
             stream.push(delta)
             touched[stream] = None
             if delta.finish:
-                del self._texts[int(delta.request) + delta.index]
+                del self._texts[number]
                 if not any(name == delta.request for name, _ in stream.left):
                     del self.streams[delta.request]
         read = time.monotonic()
         for stream in touched:
             stream.wake()
-        if touched:
-            self.times[DELIVERY].add(read - step.sent, len(touched))
-            self.times[WRITING].add(time.monotonic() - read, len(touched))
+        if touched or written:
+            self.times[DELIVERY].add(read - step.sent, len(touched) + written)
+            self.times[WRITING].add(time.monotonic() - read, len(touched) + written)
 
     def _admitted(self, first: int) -> None:
         """Begin the texts of requests that the engine has taken."""

@@ -16,7 +16,7 @@ from anybit.errors import Unsupported
 from anybit.serve.answers import Asked, ChatAnswer, CompletionsAnswer, OpenAI
 from anybit.serve.commands import served
 from anybit.serve.connection import LIMIT
-from anybit.serve.events import dumps, event
+from anybit.serve.encoding import dumps, event
 from anybit.serve.run import bind
 from anybit.serve.streams import Stream
 from tests.serve.conftest import Live, held, serving, wait_for
