@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GptOssConfig,
@@ -26,8 +27,15 @@ from anybit.evaluate.perplexity import score
 from anybit.files.safetensors import stored_tensors
 from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.experts import Experts, fused_experts, published, split
+from anybit.nn.gates import gates
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import dense_layers, dequantize_, linear_schemes, quantized_layers
+from anybit.nn.model import (
+    TINY,
+    dense_layers,
+    dequantize_,
+    linear_schemes,
+    quantized_layers,
+)
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
@@ -215,6 +223,33 @@ def test_gates_and_routers_stay_dense(name, monkeypatch):
     assert not planned.keys() & set(own)
     named = linear_schemes(model, {"*": "int4:group=1", **dict.fromkeys(own[:1], "int8")})
     assert {named.get(layer) for layer in own[:1]} <= {"int8"}
+
+
+OF_THEIR_SIZE = {  # with 9 layers, which hold all kinds
+    "kimi_linear": {"f_a_proj", "f_b_proj", "b_proj"},
+    "bailing_hybrid": {"b_proj", "g_proj"},
+    "qwen3_next": {"in_proj_ba", "shared_expert_gate"},
+    "deepseek_v32": {"weights_proj"},
+    "zamba2": set[str](),
+    "rwkv": set[str](),
+    "qwen3_moe": set[str](),
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_SIZE)
+def test_gates_of_real_sizes(name):
+    """None is taken for one by the number of its outputs, such as an MLP as wide as experts are."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not have it")
+    config = AutoConfig.for_model(name)
+    config.num_hidden_layers = 9
+    for key in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        if getattr(config, key, None) is not None:
+            setattr(config, key, getattr(config, key)[:9])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    small = {n for n, (rows, columns) in dense_layers(model).items() if min(rows, columns) < TINY}
+    assert {layer.rpartition(".")[2] for layer in gates(model) | small} == OF_THEIR_SIZE[name]
 
 
 def test_decoded_experts_are_a_dense_model(kind, stored, tmp_path):

@@ -1,9 +1,10 @@
-"""Small layers that decide what a model remembers, and which experts it asks.
+"""Small layers that decide what a model remembers, and which experts or tokens it asks.
 
 An error in a decay is multiplied from token to token, and one in a router takes another expert.
 Together they hold about a thousandth of the weights.
 """
 
+import re
 from collections.abc import Iterator
 
 from torch import nn
@@ -11,25 +12,48 @@ from torch import nn
 from anybit.nn.experts import Experts, holds_experts
 
 DECAY = "A_log"  # (heads,), or (channels, states) in Mamba 1; all families call it so
+HEADS = re.compile(r"(^|_)heads$")  # num_heads, n_heads, num_v_heads
+SMALL = 16  # times as many inputs as outputs, or the other way round
 
 
 def gates(model: nn.Module) -> set[str]:
     """Names of the linear layers that make decays, step sizes and gates of heads, and routers."""
-    out = set[str]()
+    out, heads = set[str](), dict[str, set[int]]()
     for name, module in model.named_modules():
-        decay = getattr(module, DECAY, None) if not name.endswith("experts") else None
-        if isinstance(decay, nn.Parameter):
-            per_head = decay.ndim != 2
-            count = decay.numel() if per_head else len(decay)
-            for key, (n, k) in linears(module):
-                small = n in (count, 2 * count) and n < k if per_head else n == count and k < n
-                out |= {f"{name}.{key}"} if small else set()
-        for key, experts in module.named_children():
-            count = count_of(experts)
-            if count:
-                beside = ((k, n) for k, (n, _) in linears(module) if not k.startswith(f"{key}."))
-                out |= {f"{name}.{k}" for k, n in beside if n == count}
+        numbers = {v for k, v in vars(module).items() if HEADS.search(k) and type(v) is int}
+        heads[name] = numbers or heads.get(name.rpartition(".")[0], set())
+        found = {*of_decays(module)} if not name.endswith("experts") else set()
+        for key, child in module.named_children():
+            if count := count_of(child):
+                found |= {*routers(module, key, count)}
+            if isinstance(child, nn.Linear) and child.out_features * SMALL <= child.in_features:
+                found |= {key} if child.out_features in heads[name] else set()
+        out |= {f"{name}.{key}" for key in found}
     return out
+
+
+def of_decays(module: nn.Module) -> Iterator[str]:
+    """Names of the layers within a module that make its decays: one a head, or of low rank."""
+    decay = getattr(module, DECAY, None)
+    if not isinstance(decay, nn.Parameter):
+        return
+    shapes = dict(linears(module))
+    if decay.ndim == 2:  # one a channel
+        yield from (key for key, (n, k) in shapes.items() if n == len(decay) and k < n)
+        return
+    count = decay.numel()
+    ranks = {k for n, k in shapes.values() if n % count == 0 and k * SMALL <= n}
+    for key, (n, k) in shapes.items():
+        if (n in (count, 2 * count) and n < k) or min(n, k) in ranks:
+            yield key
+
+
+def routers(block: nn.Module, experts: str, count: int) -> Iterator[str]:
+    """Names of the layers beside a block's experts that have an output for each: no MLP has one."""
+    for name, child in block.named_children():
+        found = [] if name == experts else [*linears(child)]
+        if len(found) == 1 and found[0][1][0] == count:
+            yield ".".join(filter(None, (name, found[0][0])))
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
