@@ -13,6 +13,8 @@ from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.cli.info import bytes_of, cache_of, info
 from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
+from tests.foreign.gguf_models import tiny, write
 from tests.hub import serving, use
 from tests.test_cli import ROOT, run
 
@@ -49,6 +51,35 @@ def test_sizes_are_those_of_what_convert_writes(tmp_path: Path) -> None:
         report = convert_checkpoint(source, tmp_path / size.format, size.format)
         assert len(report.formats) == 6
         assert size.disk == pytest.approx(report.bytes_after, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("qwen3_moe", {"down": "Q6_K", "blk": "Q4_K"}), ("llama", {"blk|embd|output": "F16"})]
+)
+def test_a_gguf_file_is_told_from_its_header(
+    name: str, kinds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.gguf"
+    write(tiny(name), file, kinds)
+    monkeypatch.setattr(Stored, "read", None)
+    monkeypatch.setattr(Stored, "chunks", None)
+    found = info(file, ["int8", "w4a16", "int3:group=100"])
+    monkeypatch.undo()
+    convert_checkpoint(file, tmp_path / "out")
+    again = info(tmp_path / "out", ["int8", "w4a16"])
+    assert (found.parameters, found.layers) == (again.parameters, again.layers)
+    assert found.engine == again.engine
+    dense = "Q4_K" not in kinds.values()
+    assert found.quantized == ("" if dense else "GGUF: 12 Q4_K, 4 F32, 2 Q6_K, which anybit keeps")
+    assert [*found.refused] == ["int3:group=100"]
+    for size in found.sizes[1:]:
+        out = tmp_path / size.format
+        if dense:
+            written = quantize_checkpoint(tmp_path / "out", out, size.format).bytes_after
+        else:
+            written = convert_checkpoint(file, out, size.format).bytes_after
+        assert size.disk == pytest.approx(written, rel=0.02 if dense else 1e-9)
+        assert info(out).sizes[0].bits == pytest.approx(size.bits, rel=0.001)
 
 
 def test_what_fits_and_the_bound_of_the_bandwidth() -> None:
@@ -115,4 +146,6 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert message in stderr
         assert len(stderr.splitlines()) == 1 + stderr.startswith("reading")
     _, stderr = run("info", "a.gguf", code=1)
-    assert "`anybit convert a.gguf -o OUT` makes a checkpoint of it" in stderr
+    assert "a.gguf is missing" in stderr
+    _, stderr = run("info", "org/name:Q4_K_M", code=1)
+    assert "download it with `hf download org/name FILE`" in stderr

@@ -6,16 +6,21 @@ All is told by config.json and the headers of the weights, which are not read.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.foreign.convert import Opened, plan_conversion
+from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
+from anybit.checkpoint.foreign.gguf_model import open_model
 from anybit.checkpoint.foreign.methods import METHODS
+from anybit.checkpoint.rewrite import SHARD_BYTES
 from anybit.checkpoint.stream import WEIGHT_DTYPES
 from anybit.core.scheme import parse_scheme
 from anybit.engine.loader import model_class
@@ -28,7 +33,7 @@ from anybit.files.safetensors import Stored
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import unpublished
 from anybit.nn.model import dense_layers, linear_schemes
-from anybit.nn.plan import METHOD, stored_plan
+from anybit.nn.plan import METHOD, canonical, stored_plan
 from anybit.planning.gpus import gpu
 
 FORMATS = ("int8", "fp6", "liquid@int8", "int4:group=128", "int3:group=128", "int2:group=32,zero")
@@ -114,7 +119,7 @@ def info(
     """What a model is, in numbers.
 
     Args:
-        model: A directory, or org/name of the hub, of whose weights only headers are read.
+        model: A directory, a GGUF file, or org/name of the hub; of weights only headers are read.
         formats: Schemes to compute sizes for, unless it is anybit's already.
         devices: Usual names of GPUs.
         memory: Of another machine: "24GB".
@@ -130,43 +135,16 @@ def info(
     places += [Place("memory of", bytes_of(memory))] if memory else []
     for scheme in formats:
         parse_scheme(scheme)
-    named = name_of(model)
-    if str(model).endswith(".gguf") or (named and named.variant):
+    named, path = name_of(model), Path(model)
+    if named and named.variant:
         raise InvalidInput(
-            f"{model} is a GGUF file, and info reads safetensors; `anybit convert {model} -o OUT` "
-            "makes a checkpoint of it"
+            f"{model} names a GGUF file of the hub, and info reads those on this machine; download "
+            f"it with `hf download {named.repository} FILE`, and give its path"
         )
-    directory, stored = peek(model)
-    bare = bare_model(directory, stored)
-    shapes = dense_layers(bare)
-    default = linear_schemes(bare, "int8")
+    held = of_file(path, formats) if not named and is_gguf(path) else of_directory(model, formats)
+    bare = held.model
+    shapes, default = dense_layers(bare), linear_schemes(bare, "int8")
     parameters = sum(p.numel() for p in bare.parameters())
-    quantization = stated_quantization(directory, read_json(directory / "config.json"))
-    total = sum(tensor.nbytes for tensor in stored.values())
-    words = embedding_layers(bare)
-    coded = [name for name in words if quantization and f"{name}.weight" not in stored]
-    known = shapes | words
-    counted = {name: known[name] for name in (*default, *coded)}
-    now = stored_bits(stored, counted) or 8 * total / parameters
-    found: dict[str, tuple[float, float]] = {"as it is": (now, total)}
-    refused: dict[str, str] = {}
-    method = quantization.get("quant_method") if quantization else None
-    each, left = total / parameters, set[str]()  # bytes of the others, and some of their names
-    if method in METHODS:  # `anybit convert --to` rounds what is in codes, and nothing else
-        each, kind = bare.dtype.itemsize, bare.config.model_type
-        left = {
-            unpublished(name.removesuffix(".weight"), kind)
-            for name, tensor in stored.items()
-            if name.endswith(".weight") and tensor.torch_dtype in WEIGHT_DTYPES
-        }
-    for scheme in formats if method is None or method in METHODS else ():
-        try:
-            schemes = linear_schemes(bare, scheme)
-            bits, held = in_format(shapes, {n: s for n, s in schemes.items() if n not in left})
-        except InvalidInput as error:
-            refused[scheme] = str(error)
-        else:
-            found[scheme] = bits / held, bits / 8 + (parameters - held) * each
     cache = cache_of(bare.config)
     longest = getattr(bare.config.get_text_config(), "max_position_embeddings", None) or context
     context = min(context, longest)
@@ -180,14 +158,14 @@ def info(
             int(disk + kept),
             rates(places, disk, disk * read, kept, sequences),
         )
-        for name, (bits, disk) in found.items()
+        for name, (bits, disk) in held.sizes.items()
     ]
     return Info(
         model=str(model),
         architecture=type(bare).__name__,
         parameters=parameters,
-        dtype=main_dtype(stored),
-        quantized=quantized_by(quantization, directory),
+        dtype=held.dtype,
+        quantized=held.quantized,
         layers=len(default),
         weights=sum(math.prod(shapes[name]) for name in default),
         cache=cache,
@@ -195,8 +173,110 @@ def info(
         sequences=sequences,
         engine=engine_of(bare.config),
         sizes=sizes,
-        refused=refused,
+        refused=held.refused,
     )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What files hold.
+
+    Attributes:
+        model: transformers', without memory.
+        dtype, quantized: As in `Info`.
+        sizes: Bits of a weight, and bytes of all, by format; first "as it is".
+        refused: As in `Info`.
+    """
+
+    model: Any
+    dtype: str
+    quantized: str
+    sizes: dict[str, tuple[float, float]]
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def of_directory(model: str | Path, formats: Sequence[str]) -> Held:
+    """What a directory holds, or a model of the hub; see `info`."""
+    directory, stored = peek(model)
+    bare = bare_model(directory, stored)
+    shapes = dense_layers(bare)
+    default = linear_schemes(bare, "int8")
+    parameters = sum(p.numel() for p in bare.parameters())
+    quantization = stated_quantization(directory, read_json(directory / "config.json"))
+    total = sum(tensor.nbytes for tensor in stored.values())
+    words = embedding_layers(bare)
+    coded = [name for name in words if quantization and f"{name}.weight" not in stored]
+    known = shapes | words
+    counted = {name: known[name] for name in (*default, *coded)}
+    now = stored_bits(stored, counted) or 8 * total / parameters
+    held = Held(bare, main_dtype(stored.values()), quantized_by(quantization, directory), {})
+    held.sizes["as it is"] = now, total
+    method = quantization.get("quant_method") if quantization else None
+    each, left = total / parameters, set[str]()  # bytes of the others, and some of their names
+    if method in METHODS:  # `anybit convert --to` rounds what is in codes, and nothing else
+        each, kind = bare.dtype.itemsize, bare.config.model_type
+        left = {
+            unpublished(name.removesuffix(".weight"), kind)
+            for name, tensor in stored.items()
+            if name.endswith(".weight") and tensor.torch_dtype in WEIGHT_DTYPES
+        }
+    if method is None or method in METHODS:
+        add_formats(held, formats, each, left)
+    return held
+
+
+def add_formats(held: Held, formats: Sequence[str], each: float, left: Container[str]) -> None:
+    """Sizes of a model after `anybit quantize`.
+
+    Args:
+        held: Gets them.
+        formats: As in `info`.
+        each: Bytes of a weight that stays as it is.
+        left: Names of linear layers that do.
+    """
+    bare, shapes = held.model, dense_layers(held.model)
+    parameters = sum(p.numel() for p in bare.parameters())
+    for scheme in formats:
+        try:
+            schemes = linear_schemes(bare, scheme)
+            bits, count = in_format(shapes, {n: s for n, s in schemes.items() if n not in left})
+        except InvalidInput as error:
+            held.refused[scheme] = str(error)
+        else:
+            held.sizes[scheme] = bits / count, bits / 8 + (parameters - count) * each
+
+
+def of_file(path: Path, formats: Sequence[str]) -> Held:
+    """What a GGUF file holds, as `anybit convert` takes it; see `info`."""
+    contents = read_model(path)
+    with TemporaryDirectory() as folder:
+        found = Opened(path, Path(folder), "gguf", *open_model(contents, Path(folder)))
+        exact = plan_conversion(found, SHARD_BYTES)
+        blocks = [block for name, block in contents.tensors.items() if name.startswith("blk.")]
+        blocks = [block for block in blocks if len(block.shape) > 1]
+        weights = sum(math.prod(block.shape) for block in blocks)
+        kinds = Counter(block.kind for block in contents.tensors.values() if len(block.shape) > 1)
+        words = "GGUF: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        loss = ", some of which anybit decodes" if exact.decoded else ", which anybit keeps"
+        dtype = main_dtype(block.stored for block in contents.tensors.values())
+        held = Held(found.names.model, dtype, words + loss if exact.layers else "", {})
+        total = sum(block.stored.nbytes for block in contents.tensors.values())
+        now = 8 * sum(block.stored.nbytes for block in blocks) / max(weights, 1)
+        held.sizes["as it is"] = now, total
+        if not exact.layers:
+            add_formats(held, formats, total / sum(p.numel() for p in held.model.parameters()), ())
+            return held
+        for scheme in formats:
+            try:
+                work = plan_conversion(found, SHARD_BYTES, scheme)
+            except InvalidInput as error:
+                held.refused[scheme] = str(error)
+                continue
+            own = canonical(scheme)
+            rounded = {n: layer.shape for n, layer in work.layers.items() if layer.scheme == own}
+            bits, count = in_format(rounded, dict.fromkeys(rounded, own))
+            held.sizes[scheme] = bits / count, work.needed([*work.shards])
+    return held
 
 
 def stored_bits(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> float:
@@ -269,9 +349,9 @@ def cache_of(config: Any) -> int | None:
     return 2 * 2 * layers * heads * width if layers and heads and width else None
 
 
-def main_dtype(stored: Mapping[str, Stored]) -> str:
+def main_dtype(stored: Iterable[Stored]) -> str:
     sizes: Counter[str] = Counter()
-    for tensor in stored.values():
+    for tensor in stored:
         sizes[tensor.dtype] += tensor.nbytes
     return sizes.most_common(1)[0][0].lower()
 
@@ -322,10 +402,9 @@ def show(found: Info, console: Console | None = None) -> None:
         f"{found.model}: {found.architecture}, {found.parameters / 1e6:,.4g} million parameters, "
         + (f"quantized by {found.quantized}" if found.quantized else found.dtype)
     )
-    say(
-        f"quantized by default: {found.layers} linear layers, {found.weights / 1e6:,.4g} million "
-        "weights; embeddings, output head and norms stay as they are unless they are named"
-    )
+    linear = f"{found.layers} linear layers, {found.weights / 1e6:,.4g} million weights"
+    stay = "embeddings, output head and norms stay as they are unless they are named"
+    say(linear if found.quantized else f"quantized by default: {linear}; {stay}")
     say(f"runs in: {found.engine}; vLLM with anybit's plugin, if vLLM has {found.architecture}")
     kept = "of unknown size, not counted"
     if found.cache is not None:
