@@ -54,7 +54,8 @@ def test_sizes_are_those_of_what_convert_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("qwen3_moe", {"down": "Q6_K", "blk": "Q4_K"}), ("llama", {"blk|embd|output": "F16"})]
+    ("name", "kinds"),
+    [("qwen3_moe", {"down": "Q6_K", "blk": "Q4_K"}), ("llama", {"blk|embd|output": "F16"})],
 )
 def test_a_gguf_file_is_told_from_its_header(
     name: str, kinds: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
