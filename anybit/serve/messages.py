@@ -14,7 +14,7 @@ from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text
 from anybit.serve.encoding import Frame, around, event
 from anybit.serve.events import Events
-from anybit.serve.protocol import ChatMessage, ChatRequest
+from anybit.serve.protocol import ChatMessage, ChatRequest, plain
 from anybit.serve.reading import Plain
 from anybit.serve.server import Server
 
@@ -137,7 +137,7 @@ class MessagesRequest(CountRequest):
         """The same as a request of /v1/chat/completions."""
         messages = []
         if self.system:
-            messages.append(ChatMessage(role="system", content=joined(self.system)))
+            messages.append(ChatMessage(role="system", content=plain(self.system)))
         for message in self.messages:
             messages += chat_messages(message)
         last = self.messages[-1]
@@ -194,10 +194,6 @@ class MessageReply(BaseModel):
     usage: dict[str, Any]
 
 
-def joined(content: Texts | None) -> str:
-    return content or "" if not isinstance(content, list) else "".join(p.text for p in content)
-
-
 def chat_messages(message: MessageParam) -> list[ChatMessage]:
     """A message as chat has it: results of tools are messages of their own there."""
     if isinstance(message.content, str):
@@ -214,7 +210,7 @@ def chat_messages(message: MessageParam) -> list[ChatMessage]:
             function = protocol.Called(name=part.name, arguments=json.dumps(part.input or {}))
             calls.append(protocol.ToolCall(id=part.id, function=function))
         else:
-            result = joined(part.content)
+            result = plain(part.content)
             result = f"Error: {result}" if part.is_error else result
             out.append(ChatMessage(role="tool", content=result, tool_call_id=part.tool_use_id))
     if message.role == "user" and (thoughts or calls):

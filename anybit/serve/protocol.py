@@ -5,7 +5,9 @@ null stands for the default everywhere. An unknown field may say no, and what co
 answer may hold annotations.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +29,7 @@ from anybit.errors import InvalidInput
 MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
+SAMPLING = {field.name for field in fields(SamplingParams)}
 
 # Words by which a client asks for nothing. Tiers are what a server offers to everybody.
 NO = ("", "auto", "default", "disabled", "none", "off", "standard", "standard_only")
@@ -309,27 +312,15 @@ class Sampling(Labels, Prompting):
         """As the engine wants it; InvalidInput for what only a look at all fields can refuse."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidInput("prompt_logprobs has no place in a stream; leave out one of them")
-        return SamplingParams(
-            n=self.samples,
-            max_tokens=None if max_tokens == -1 else max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            structured=self.structured(),
-            seed=self.seed,
-            stop=self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            min_tokens=self.min_tokens or 0,
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+        given = {name: getattr(self, name) for name in SAMPLING & type(self).model_fields.keys()}
+        given |= {
+            "n": self.samples,
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "structured": self.structured(),
+            "logprobs": logprobs,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**given | {"max_tokens": None if max_tokens == -1 else max_tokens})
 
 
 class CompletionRequest(Sampling):
@@ -369,11 +360,16 @@ Content = Annotated[
 ]
 
 
-def plain(content: Content | None) -> str:
+class HasText(Protocol):
+    """A part of a content, in any of the protocols."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def plain(content: str | Sequence[HasText] | None) -> str:
     """The text of a message's content."""
-    if isinstance(content, list):
-        return "".join(part.text for part in content)
-    return content or ""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class Function(Replayed):

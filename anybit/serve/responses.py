@@ -15,7 +15,7 @@ from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text
 from anybit.serve.encoding import event
 from anybit.serve.events import Events
-from anybit.serve.protocol import ChatMessage, ChatRequest
+from anybit.serve.protocol import ChatMessage, ChatRequest, plain
 from anybit.serve.server import Server
 
 
@@ -211,10 +211,6 @@ class ResponsesReply(BaseModel):
     usage: dict[str, Any] | None = None
 
 
-def plain(content: Texts) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 def chat_messages(items: list[Item]) -> list[ChatMessage]:
     """Items as messages of a chat: thoughts and calls are parts of an answer there."""
     out: list[ChatMessage] = []
@@ -240,7 +236,7 @@ def chat_messages(items: list[Item]) -> list[ChatMessage]:
             message.reasoning_content = (message.reasoning_content or "") + thoughts
         elif item.role == "assistant":
             message = answer()
-            message.content = protocol.plain(message.content) + plain(item.content)
+            message.content = plain(message.content) + plain(item.content)
         else:
             out.append(ChatMessage(role=item.role, content=plain(item.content)))
     return out

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
 from anybit.serve import messages
 from anybit.serve.answers import Block
 from anybit.serve.conversation import Dialect
 from anybit.serve.model import Model, model_of
+from anybit.serve.protocol import CompletionRequest
 from anybit.serve.texts import Words
 from tests.needs import pairs
 from tests.serve.conftest import Live, serving
@@ -34,6 +37,25 @@ SMALL: dict = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "require
 SMALL |= {"additionalProperties": False}
 WEATHER = {"name": "weather", "parameters": SMALL}
 TOOLS = [{"type": "function", "function": WEATHER}]
+
+
+def test_parameters_are_those_of_the_engine() -> None:
+    """Each that a request may name reaches the engine, and null is the default."""
+    said: dict[str, Any] = {
+        "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.4, "min_p": 0.1,
+        "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "seed": 7,
+        "stop": ["x"], "include_stop_str_in_output": True, "stop_token_ids": [4], "min_tokens": 2,
+        "ignore_eos": True, "prompt_logprobs": 1,
+    }  # fmt: skip
+    others = {"logit_bias": {"5": 1.0}, "guided_regex": "a+", "max_tokens": 9, "logprobs": 3}
+    request = CompletionRequest.model_validate({"prompt": "x"} | said | others)
+    got, wanted = request.sampling(9, 3), SamplingParams(**said, logit_bias={5: 1.0}, max_tokens=9)
+    assert got.structured is not None
+    assert got.structured.regex == "a+"
+    assert replace(got, structured=None) == replace(wanted, logprobs=3)
+    nothing = dict.fromkeys([*said, *others])
+    request = CompletionRequest.model_validate({"prompt": "x"} | nothing)
+    assert request.sampling(-1, None) == SamplingParams(max_tokens=None)
 
 
 def ok(live: Live, path: str, body: dict) -> dict:
