@@ -1,4 +1,4 @@
-"""The time of a launch, by one model for all kernels of GPUs; the choice is the least time.
+"""The time of a launch, by one model for all kernels of Hopper GPUs; the choice is the least time.
 
 A family says what a launch does (`Work`): what its busiest multiprocessor multiplies, decodes and
 copies, what all of them read, and what is done once. What that costs (`Costs`) is data, one file

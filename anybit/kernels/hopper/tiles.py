@@ -259,7 +259,7 @@ def work(tile: Tile, decoder: Decoder, m: int, n: int, k: int, chip: Chip = H200
     if tile.stream_k:
         most, meets = shares(tiles, each, ctas)
     else:
-        most, meets = -(-tiles * tile.split // ctas) * (each // tile.split), 0
+        most, meets = -(-tiles * tile.split // ctas) * -(-each // tile.split), 0
     steps = most * -(-ctas // (room * chip.multiprocessors))
     beside = room if ctas <= chip.multiprocessors else min(room, -(-ctas // chip.multiprocessors))
     outputs = tile.rows * tile.tokens
