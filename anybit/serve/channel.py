@@ -53,6 +53,12 @@ class Ready(Message, tag="ready"):
     """The front end answers."""
 
 
+class Broken(Message, tag="broken"):
+    """The front end cannot start, and ends."""
+
+    reason: str
+
+
 class Ask(Message, tag="ask"):
     """Metrics are wanted."""
 
@@ -131,7 +137,7 @@ class Failed(Message, tag="failed"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-FromFront = Add | End | Abort | Ready | Ask | Times
+FromFront = Add | End | Abort | Ready | Broken | Ask | Times
 FromEngine = Hello | Step | Told | State | Stop | Failed
 from_front = msgspec.msgpack.Decoder(FromFront).decode
 from_engine = msgspec.msgpack.Decoder(FromEngine).decode

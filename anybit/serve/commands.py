@@ -83,6 +83,9 @@ def serve(
             warn_if_open(host, listener.getsockname()[0])
         choose("--tool-parser", tool_parser, ("none", *FAMILIES))
         started = stack.enter_context(FrontEnds(listener, front_ends or front_end_count()))
+        with importing():
+            import anybit.engine.llm  # noqa: F401  meanwhile front ends find what they lack
+        started.check()
         llm = load(model, engine)
         if template is not None:
             if llm.tokenizer is None:

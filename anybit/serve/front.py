@@ -4,9 +4,7 @@ import asyncio
 import gc
 import logging
 import pickle
-import signal
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +15,7 @@ from anybit.serve import channel
 from anybit.serve.app import create_app
 from anybit.serve.connection import Connection
 from anybit.serve.model import Model
+from anybit.serve.run import starting
 from anybit.serve.server import Server
 from anybit.serve.settings import DYING, LAST, Settings
 from anybit.serve.streams import Engine
@@ -68,7 +67,9 @@ async def serve(
     engine = Engine(model)
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: engine, sock=sock)
-    server = Uvicorn(config(create_app(model, settings, engine), settings, engine.times[CLIENT]))
+    with starting(sock):
+        app = create_app(model, settings, engine)
+    server = Uvicorn(config(app, settings, engine.times[CLIENT]))
     work = asyncio.ensure_future(server.serve([listener]))
     while not server.started and not work.done():
         await asyncio.sleep(0.005)
@@ -89,7 +90,8 @@ def run(sock: socket.socket, listener: socket.socket) -> None:
     facts = channel.hello(sock)
     if facts is None:
         return
-    model, settings, level = pickle.loads(facts)
+    with starting(sock):
+        model, settings, level = pickle.loads(facts)
     logging.getLogger("anybit").setLevel(level)
     sock.setblocking(False)
     with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -105,19 +107,10 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return new_event_loop()
 
 
-def main() -> None:
-    """The process. Its arguments are the numbers of the channel and of the socket that listens."""
-    for kind in (signal.SIGINT, signal.SIGTERM):  # the engine's process says when to end
-        signal.signal(kind, signal.SIG_IGN)
-    import transformers  # noqa: F401  what a tokenizer is made of
-
+def main(sock: socket.socket, listener: socket.socket) -> None:
+    """The process, once all that it needs is imported."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     gc.collect()
     gc.freeze()
-    channel_number, listener_number = map(int, sys.argv[1:])
     with suppress(ConnectionError):
-        run(socket.socket(fileno=channel_number), socket.socket(fileno=listener_number))
-
-
-if __name__ == "__main__":
-    main()
+        run(sock, listener)

@@ -9,17 +9,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from anybit.errors import InvalidInput, Unsupported
+from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 if TYPE_CHECKING:
     from anybit.engine.llm import LLM
     from anybit.serve.service import Service
     from anybit.serve.settings import Settings
 
-CHILD = "import sys; sys.path[:] = {path}; from anybit.serve.front import main; main()"
+CHILD = "import sys; sys.path[:] = {path}; from anybit.serve.run import front_end; front_end()"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -47,6 +47,32 @@ def front_end_count() -> int:
     return 1 if found < 8 else 2 if found < 32 else 4
 
 
+@contextmanager
+def starting(sock: socket.socket) -> Iterator[None]:
+    """Tell the engine's process in a line what keeps a front end from starting, and end."""
+    try:
+        yield
+    except Exception as error:
+        from anybit.serve import channel
+
+        remedy = "; install what is missing with: pip install 'anybit[serve]'"
+        reason = in_a_line(error) + remedy * isinstance(error, ImportError)
+        sock.sendall(channel.framed(channel.Broken(reason)))
+        sys.exit(1)
+
+
+def front_end() -> None:
+    """The process. Its arguments are the numbers of the channel and of the socket that listens."""
+    for kind in (signal.SIGINT, signal.SIGTERM):  # the engine's process says when to end
+        signal.signal(kind, signal.SIG_IGN)
+    sock, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    with starting(sock):
+        import transformers  # noqa: F401  what a tokenizer is made of
+
+        from anybit.serve import front
+    front.main(sock, listener)
+
+
 class FrontEnds:
     """Processes that answer HTTP at a socket, which begin to import what they need at once.
 
@@ -71,6 +97,17 @@ class FrontEnds:
                 [*command, *map(str, numbers)], pass_fds=numbers, process_group=0
             )
         return ours, process
+
+    def check(self) -> None:
+        """Unsupported if one has found that it cannot start."""
+        from anybit.serve.channel import Broken, Channel
+
+        for sock, process in self.started:
+            if process.poll() is not None:
+                with suppress(OSError):  # it has said nothing, and is started again
+                    for message in Channel(sock).receive():
+                        if isinstance(message, Broken):
+                            raise Unsupported(f"a front end cannot start: {message.reason}")
 
     def give(self, service: "Service") -> None:
         """Let a service have them, which will also start others in their places."""

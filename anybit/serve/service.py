@@ -41,6 +41,7 @@ class Front:
     channel: channel.Channel
     process: "Popen[bytes] | None"
     ready: bool = False
+    broken: str = ""  # why it cannot start
     serial: int = field(default_factory=count().__next__)
     texts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -141,7 +142,8 @@ class Service:
                     self._tell(engine.step())
                 self._flush()
         except BaseException as error:
-            log.error("the engine has failed: %s", in_a_line(error), exc_info=error)
+            known = isinstance(error, AnybitError)  # and told by who has called this
+            log.error("the engine has failed: %s", in_a_line(error), exc_info=not known and error)
             self._broadcast(channel.Failed(in_a_line(error)))
             self._wait(PATIENCE)
             raise
@@ -226,6 +228,8 @@ class Service:
             case channel.Ready():
                 front.ready, self._failures[front.place] = True, 0
                 self.serving.set()
+            case channel.Broken(reason):
+                front.broken = reason
             case channel.Times(seen):
                 self.metrics.merge(seen)
             case channel.Ask(number):
@@ -368,21 +372,22 @@ class Service:
         for name in names:
             self._forget(name)
             self.engine.abort(name)
+        with suppress(OSError):  # the reason may have come when it had ended already
+            reasons = [m for m in front.channel.receive() if isinstance(m, channel.Broken)]
+            front.broken = front.broken or "".join(each.reason for each in reasons)
         self._part(front)
         if self._grace is not None or self.start is None:
             return
-        process = front.process
-        how = f"{error}, status {process.returncode}" if process else str(error)
+        how = front.broken or ended(front, error)
+        failures = self._failures.get(front.place, 0) + (not front.ready)
+        if front.broken and not self.serving.is_set():
+            raise Unsupported(f"a front end cannot start: {how}")
+        if failures >= TRIES:
+            raise Unsupported(f"a front end has failed {failures} times before it was ready: {how}")
         log.error(
-            "a front end has failed (%s); its %d requests are dropped, and it starts again",
+            "a front end has failed: %s; its %d requests are dropped, and it starts again",
             how, len(names),
         )  # fmt: skip
-        failures = self._failures.get(front.place, 0) + (not front.ready)
-        if failures >= TRIES:
-            raise Unsupported(
-                f"a front end has failed {failures} times before it was ready ({how}); its output "
-                "above says why"
-            )
         self._failures[front.place] = failures
         when = time.monotonic() + (0 if front.ready else PAUSE)
         self._starts = sorted([*self._starts, (when, front.place)])
@@ -406,6 +411,16 @@ class Service:
             if front.process is not None:
                 with suppress(TimeoutExpired):
                     front.process.wait(max(end - time.monotonic(), 0))
+
+
+def ended(front: Front, error: OSError) -> str:
+    """How a front end has ended."""
+    status = front.process.returncode if front.process else None
+    if status is None:
+        return str(error)
+    if status < 0:
+        return f"signal {-status} has ended it"
+    return f"it has ended with status {status}, and its output above says why"
 
 
 def name_of(front: Front, request: int) -> str:

@@ -43,7 +43,7 @@ async def killer(server: int, end: float, counts: collections.Counter):
     while time.monotonic() + 20 < end:
         await asyncio.sleep(min(60, end - time.monotonic() - 15))
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        fronts = [n for n in children if b"serve.front" in Path(f"/proc/{n}/cmdline").read_bytes()]
+        fronts = [n for n in children if b"front_end" in Path(f"/proc/{n}/cmdline").read_bytes()]
         counts["front ends"] = len(fronts)
         os.kill(int(random.choice(fronts)), signal.SIGKILL)
         counts["killed"] += 1

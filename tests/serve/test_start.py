@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,21 @@ import sys
 from anybit.serve.run import bind
 heavy = {"torch", "fastapi", "pydantic", "transformers"} & set(sys.modules)
 assert not heavy, heavy
+"""
+
+
+# What a front end runs first, beside a module that cannot be imported.
+BREAKS = """
+import os, pathlib, signal, sys
+if any("front_end" in word for word in sys.orig_argv):
+    here = pathlib.Path(__file__).parent
+    if (here / "anybit_killed.py").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if (here / "anybit_late.py").exists():
+        import pickle
+        def loads(data):
+            import anybit_late
+        pickle.loads = loads
 """
 
 
@@ -87,6 +103,29 @@ def test_help_has_groups() -> None:
     output = CliRunner().invoke(cli, ["serve", "--help"]).output
     places = [output.index(f" {name} ") for name in ("Model", "Limits", "Security", "Advanced")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("fastapi.py", "cannot start: ImportError: no libfoo; install what is missing with"),
+        ("anybit_late.py", "cannot start: ImportError: no libfoo"),
+        ("anybit_killed.py", "3 times before it was ready: signal 9 has ended it"),
+    ],
+)
+def test_a_front_end_that_cannot_start_is_a_line(
+    tiny: Path, tmp_path: Path, module: str, said: str
+) -> None:
+    """One that lacks something at once, or later; and one that dies."""
+    (tmp_path / module).write_text("raise ImportError('no libfoo')")
+    (tmp_path / "sitecustomize.py").write_text(BREAKS)
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    words = [sys.executable, "-c", "from anybit.cli import main; main()"]
+    words += ["serve", str(tiny), "--port", "0", "--front-ends", "1"]
+    done = subprocess.run(words, env=os.environ | path, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: a front end ")
 
 
 def test_what_is_no_http_is_refused_as_everything_is(live: Live) -> None:
