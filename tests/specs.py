@@ -27,6 +27,8 @@ OPTIONS = (
     "codebook:m=1,v=4",
     "codebook:m=3,v=16,b=4,group=32",
     "codebook:m=1,v=1,b=4,group=64",
+    "q4_1:group=64",
+    "q8_1:group=128",
     "trellis:bits=3,code=mcg",
     "trellis:bits=4,code=pair8",
     "trellis:code=look",

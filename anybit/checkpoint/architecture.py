@@ -32,8 +32,17 @@ WIDTHS = (
 ADAPTER = "adapter_config.json"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MOST_POSITIONS = 1 << 31
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-CODES = {"U8", "I8", "I16", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0"}  # of weights that are not dense
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+CODES = {
+    "U8",
+    "I8",
+    "I16",
+    "I32",
+    "U32",
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+}  # of weights that are not dense
 # A model may have more tensors than its files: merged ones are taken apart, some are computed.
 SPARE, MANY_TIMES, LEAST_BYTES = 1000, 16, 64
 

@@ -264,7 +264,7 @@ class Format:
     @property
     def has_group_option(self) -> bool:
         """Whether users choose the size of groups."""
-        return any(field.name == "group" for field in dataclasses.fields(self))
+        return any(f.metadata.get("option", f.name) == "group" for f in dataclasses.fields(self))
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits per weight of a matrix (N, K): codes, scales and tables (CodeGEMM, eq. 1)."""
@@ -400,10 +400,9 @@ def parsed(spec: str) -> Format:
         where = "" if name == spec else f" in {spec!r}"
         raise InvalidInput(f"unknown format {name!r}{where}" + (f": {why}" if why else known))
     fmt = FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
-    if fmt.group < 0:
-        raise InvalidInput(
-            f"group={fmt.group} in {spec!r}; a group has 1 or more columns, 0 is a row"
-        )
+    group = min((fmt.group, *(entry.group for entry in fmt.entries().values())))
+    if group < 0:
+        raise InvalidInput(f"group={group} in {spec!r}; a group has 1 or more columns, 0 is a row")
     if fmt.rotate not in rotation.SIDES:
         raise InvalidInput(f"rotate={fmt.rotate} in {spec!r}; write rotate=k or rotate=kn")
     if fmt.rotate and fmt.order:

@@ -96,8 +96,11 @@ def stated_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, An
     """How a directory says that its model is quantized; None where it does not.
 
     Older tools say it under other names: in config.json, or in files of their own (ModelOpt,
-    AutoGPTQ, AutoAWQ), or by what they call them (CTranslate2).
+    AutoGPTQ, AutoAWQ, quanto), or not at all (CTranslate2).
     """
+    own = config.get("quantization")
+    if isinstance(own, dict) and "quant_method" not in (config.get(QUANTIZATION) or {}):
+        return {"quant_method": "mlx"} | own  # which MLX writes under both names
     for key, method in ((QUANTIZATION, None), ("compression_config", "compressed-tensors")):
         if isinstance(config.get(key), dict):
             return ({"quant_method": method} if method else {}) | config[key]
@@ -114,6 +117,8 @@ def stated_quantization(source: Path, config: Mapping[str, Any]) -> dict[str, An
     if "w_bit" in awq:
         words = {"w_bit": "bits", "q_group_size": "group_size"}
         return {"quant_method": "awq"} | {words.get(key, key): v for key, v in awq.items()}
+    if (source / "quanto_qmap.json").is_file():
+        return {"quant_method": "quanto", "layers": read_json(source / "quanto_qmap.json")}
     if (source / "model.bin").is_file() and "model_type" not in config:
         return {"quant_method": "ctranslate2"}
     return None

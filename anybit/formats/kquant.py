@@ -1,18 +1,20 @@
 """The formats of GGUF files (llama.cpp) that have two levels of scales, or a minimum in 16 bits.
 
-    W = d * (step - s) * T[code] - base * low       q2_k to q6_k, iq4_xs
-    W = d * code + base                             q4_1, q5_1
+MLX and quanto store the second kind as well, with codes of other bits and in other groups.
 
-d and base are fp16 numbers of a block of 256 columns (32 in the second line); step and low are
-whole numbers of few bits for every group within it; T are whole numbers, too. Both products are
-exact in fp32, so that a weight is rounded once, as ggml's reference (`ggml-quants.c`) rounds it.
+    W = d * (step - s) * T[code] - base * low       q2_k to q6_k, iq4_xs
+    W = d * code + base                             q2_1 to q6_1, q8_1
+
+d and base are fp16 numbers of a block of 256 columns (32 by default in the second line); step and
+low are whole numbers of few bits for every group within it; T are whole numbers, too. Both
+products are exact in fp32, so that a weight is rounded once, as by ggml's `ggml-quants.c`.
 
 The other types of GGUF need no format of their own: q4_0, q5_0 and q8_0 are `int4:group=32`,
 `int5:group=32` and `int8:group=32`, iq4_nl is a table (`table4`), mxfp4 is `mxfp4`. Those
 whose codes are rows of a table are in `iquant.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,8 +56,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "q4_1": Kind(4, 32, 0, base=True),
-    "q5_1": Kind(5, 32, 0, base=True),
+    **{f"q{bits}_1": Kind(bits, 32, 0, base=True) for bits in (2, 3, 4, 5, 6, 8)},
     "q2_k": Kind(2, 16, 4, base=True),
     "q3_k": Kind(3, 16, 6, minus=32, below=4),
     "q4_k": Kind(4, 32, 6, base=True),
@@ -79,13 +80,16 @@ class KQuant(Format):
 
     Attributes:
         name: One of `KINDS`.
+        columns: That share d and base, where there are no steps; an option called "group".
     """
 
     name: str = "q4_k"
+    columns: int = field(default=32, metadata={"option": "group"})
 
     @property
     def kind(self) -> Kind:
-        return KINDS[self.name]
+        kind = KINDS[self.name]
+        return kind if kind.steps else kind._replace(group=self.columns)
 
     @property
     def bits(self) -> int:  # type: ignore[override]
@@ -274,7 +278,8 @@ class KQuant(Format):
 
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "KQuant":
-        return cls(name, **read_options(cls, name, args, ("name",)))
+        named = ("name", "columns") if KINDS[name].steps else ("name",)
+        return cls(name, **read_options(cls, name, args, named))
 
 
 def row_unit(w: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from anybit.checkpoint.foreign.convert import Converted, convert_checkpoint, rea
 from anybit.core.packed import Packed
 from anybit.files.directory import read_json
 from anybit.files.safetensors import stored_tensors
-from anybit.nn.model import quantized_layers
+from anybit.nn.model import quantized_modules
 from tests.foreign.make import digest
 
 
@@ -21,8 +21,9 @@ def converted(source: Path, out: Path) -> Converted:
     assert set(report.formats) | set(report.decoded) == set(wanted)
     if report.formats:
         model = anybit.load(out)
-        found = {name: layer.dequantize() for name, layer in quantized_layers(model)}
-        assert {n: layer.scheme for n, layer in quantized_layers(model)} == report.formats
+        coded = dict(quantized_modules(model))
+        found = {name: layer.dequantize() for name, layer in coded.items()}
+        assert {n: layer.scheme for n, layer in coded.items()} == report.formats
         assert {n: digest(w) for n, w in found.items()} == {n: wanted[n] for n in report.formats}
     stored = stored_tensors(source)
     layers = read_layers(source, read_json(source / "config.json"), stored)[1]

@@ -60,7 +60,7 @@ def keep(name: str, made: Path, expected: dict[str, torch.Tensor], **about: Any)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     shutil.copy(made / "config.json", out)
-    for file in made.glob("*.safetensors*"):
+    for file in (*made.glob("*.safetensors*"), *made.glob("quanto_qmap.json")):
         shutil.copy(file, out)
     text = {"made_by": about, "sha256": {n: digest(w) for n, w in expected.items()}}
     (out / "expected.json").write_text(json.dumps(text, indent=1) + "\n")

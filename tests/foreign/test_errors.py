@@ -66,7 +66,7 @@ def refused(source: Path, message: str, error: type[Exception] = ValueError) -> 
         ),
         ("ct_4bit", {"quantization_status": "frozen"}, "quantization_status is 'frozen'"),
         ("ct_4bit", {"config_groups": {}}, "no config group is for model.layers.0"),
-        ("bnb_nf4", {"load_in_8bit": True}, "load_in_8bit is True"),
+        ("bnb_nf4", {"load_in_8bit": True}, "no tensor is named like"),
         ("bnb_nf4", {"bnb_4bit_quant_storage": "int64"}, "quant_storage is 'int64'"),
         ("gptq_4bit_v1", {"rotation": "hadamard"}, "gptq: rotation is hadamard, so the model"),
         ("awq_gemm", {"meta": {"adapter": {"rank": 8}}}, "awq: adapter is {'rank': 8}"),

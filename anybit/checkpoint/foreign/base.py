@@ -14,6 +14,7 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.formats.integer import Integer
+from anybit.formats.kquant import KQuant
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 Naming = Callable[[str], str]  # the model's name, which tools' settings go by, of a stored layer
@@ -182,6 +183,38 @@ def uniform(
         q = codes() if order is None else codes().index_select(1, order)
         return Packed.from_codes(fmt, shape, q, grid | ({"zero": zero()} if zero else {}))
 
+    return Layer(shape, tuple(part.used), fmt, read, dtypes=dtypes)
+
+
+def affine(
+    part: Part,
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    codes: Callable[[], Tensor],
+    factor: Callable[[], Tensor],
+    base: Callable[[], Tensor],
+    dtype: torch.dtype,
+) -> Layer:
+    """A layer of q * factor + base in groups of a row: our `q2_1` to `q8_1`.
+
+    Args:
+        part: The layer's stored tensors.
+        shape: (N, K).
+        bits: Of a code.
+        group: Columns of a group.
+        codes: Reads the codes (N, K) uint8.
+        factor: Reads the factors (N, K / group).
+        base: Reads what is added to them, of the same shape.
+        dtype: Of both.
+    """
+    fmt = KQuant(f"q{bits}_1", group)
+
+    def read() -> Packed:
+        grid = {"scale": torch.ones(shape[0], 1, dtype=torch.float16)}
+        return Packed.from_codes(fmt, shape, codes(), grid | {"d": factor(), "base": base()})
+
+    dtypes = {"d": dtype, "base": dtype}
     return Layer(shape, tuple(part.used), fmt, read, dtypes=dtypes)
 
 

@@ -1,21 +1,25 @@
-"""bitsandbytes 4-bit checkpoints (nf4, fp4), with or without double quantization.
+"""bitsandbytes checkpoints: nf4 and fp4, with or without double quantization, and int8.
 
     W.flatten()[i] = quant_map[q[i]] * absmax[i / blocksize]
 
 weight uint8 holds two codes in a byte, the first in the high half; what is no tensor of floats is
 JSON in a uint8 tensor. Doubly quantized, absmax is uint8 and stands for
 nested_quant_map[absmax[j]] * nested_absmax[j / nested_blocksize] + nested_offset.
+
+Of int8, weight is int8 (N, K) and SCB fp32 (N,): W[n, k] = weight[n, k] * SCB[n] / 127.
 """
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import Layer, Naming, Part, option, parts
+from anybit.checkpoint.foreign.base import ANY, Layer, Naming, Part, option, parts, uniform
+from anybit.checkpoint.foreign.floats import checked
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -24,6 +28,7 @@ from anybit.formats.table4 import TABLES, Table4
 
 NAMES = {"nf4": "nf4", "fp4": "fp4bnb"}  # of their types, and ours
 LARGEST_STATE = 1 << 16
+OUTLIERS = "activations but for outliers were quantized to int8 there, and stay in 16 bits here"
 STORAGE = ("uint8", "bfloat16", "float16", "float32")  # what the bytes of codes are called
 
 
@@ -31,9 +36,34 @@ def layers(
     config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> dict[str, Layer]:
     """The quantized layers of a bitsandbytes checkpoint."""
-    option(config, "load_in_8bit", (False,), "bitsandbytes")
+    if config.get("load_in_8bit"):
+        return {part.name: rows_of_int8(part) for part in parts("SCB", stored)}
     option(config, "bnb_4bit_quant_storage", STORAGE, "bitsandbytes")
     return {part.name: layer(part) for part in parts("weight.absmax", stored)}
+
+
+def rows_of_int8(part: Part) -> Layer:
+    """A layer of int8. Its scales, SCB / 127, are rounded to fp32."""
+    weight = part.find("weight", (torch.int8,), (ANY, ANY))
+    largest = part.find("SCB", (torch.float32,), (weight.shape[0],))
+    checked(largest, f"{part.name}.SCB")
+    if part.has("weight_format"):
+        order = part.find("weight_format", (torch.uint8,), ()).read()
+        if order:  # col32, col_turing, col_ampere: of versions before 0.44, on GPUs
+            raise InvalidInput(
+                f"{part.name}.weight_format: is {int(order)}, the order of one kind of GPU; load "
+                "the model with bitsandbytes 0.44 or later, and save it again"
+            )
+
+    def codes() -> Tensor:
+        return (weight.read().int() + 128).to(torch.uint8)
+
+    def scale() -> Tensor:
+        return largest.read()[:, None] / 127
+
+    shape = (weight.shape[0], weight.shape[1])
+    found = uniform(part, shape, 8, codes, scale, None, 1, {"scale": torch.float32})
+    return replace(found, note=OUTLIERS)
 
 
 def layer(part: Part) -> Layer:

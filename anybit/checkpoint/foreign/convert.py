@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.architecture import QUANTIZATION_KEYS, bare_model
+from anybit.checkpoint.foreign import mlx
 from anybit.checkpoint.foreign.base import OF_CACHE, Layer, Naming, of_attention, owner
 from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
 from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
@@ -50,8 +51,10 @@ from anybit.nn.model import is_linear
 from anybit.nn.plan import Plan, Spec, is_head, quantization_config
 from anybit.nn.tied import tied_heads, untied_config, untied_heads
 
-QUANTIZATION = ("quantization_config", "compression_config")  # their keys in config.json
-CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+CODES = (
+    torch.uint8, torch.int8, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+)  # fmt: skip
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
 
@@ -197,7 +200,7 @@ class Conversion(Rewrite):
 
     @property
     def new_config(self) -> dict[str, Any]:
-        config = {k: v for k, v in self.config.items() if k not in QUANTIZATION}
+        config = {k: v for k, v in self.config.items() if k not in QUANTIZATION_KEYS}
         if not config.get("torch_dtype"):  # else transformers takes that of any tensor
             config.setdefault("dtype", str(self.dense).removeprefix("torch."))
         if any(self.formats.values()):
@@ -284,8 +287,10 @@ def opened(source: Path) -> Iterator[Opened]:
     """Read all but weights. Of a GGUF file, the directory is made, and gone in the end."""
     if not is_gguf(source):
         config = read_json(source / "config.json")
-        method_of(source, config)  # before what its files may lack
+        method, _ = method_of(source, config)  # before what its files may lack
         stored = one_by_one(stored_tensors(source))
+        if method == "mlx":
+            stored = mlx.one_by_one(stored)
         tables = cache(lambda: Names(bare_model(source)))
         method, layers = read_layers(source, config, stored, lambda n: name_of(tables(), n))
         names = tables()

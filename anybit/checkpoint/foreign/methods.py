@@ -30,6 +30,12 @@ METHODS = {
     "intel/auto-round": "auto_round",  # as its first versions said
     "exl3": "exl3",
     "torchao": "torchao",
+    "mlx": "mlx",
+    "gemma": "gemma",
+    "metal": "metal",
+    "fbgemm_fp8": "fbgemm_fp8",
+    "quanto": "quanto",
+    "eetq": "eetq",
 }
 ANEW = "quantize the unquantized model: anybit quantize MODEL {} -o OUT"
 ROTATED = "its layers also transform their inputs, which anybit does not do by this tool's rule"
@@ -81,11 +87,6 @@ REFUSED = {
         "its codes lie in the order of one kernel",
         "take the GPTQ checkpoint that it was made of, which `anybit convert` reads",
     ),
-    "eetq": ("no reader of its layout is there yet", ANEW.format("--format int8")),
-    "quanto": ("no reader of its layout is there yet", ANEW.format("--format int8")),
-    "fbgemm_fp8": ("no reader of its layout is there yet", ANEW.format("--format fp8@fp8")),
-    "metal": ("no reader of its layout is there yet", ANEW.format("--format int4:group=64,zero")),
-    "gemma": ("no reader of its layout is there yet", ANEW.format("--format int4:group=32")),
     "ctranslate2": (
         "model.bin holds another layout, and neither names nor settings of the model it was",
         ANEW.format("--format int8"),

@@ -83,8 +83,8 @@ def levels(bits: int, group: int, operand: str, below: int, shifts: bool) -> Dec
     """
     if operand not in MANTISSA:
         return f"factors of groups cannot be multiplied into weights for {operand}"
-    first = MANTISSA[operand] - bits  # as in `number`
-    shift = BIAS[operand] - 1 + bits
+    first = max(MANTISSA[operand] - bits, 0)  # as in `number`
+    shift = BIAS[operand] - 1 + MANTISSA[operand] - first
     return Levels(
         operand,
         tuple(range(first, first + bits)),
