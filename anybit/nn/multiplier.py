@@ -171,10 +171,8 @@ class Multiplier(Frozen):
         """
         if self.restores and isinstance(x, Tensor):
             self._check_device(x)
-            return ops.run(
-                ops.linear, x, self.prepared.layout, bias, self.scheme, self.out_features,
-                self.backend, None, None, None, stored, versions, None, self.around.vectors,
-            )  # fmt: skip
+            call = ops.Call(stored=stored, versions=versions, vectors=self.around.vectors)
+            return self._run(x, bias, call)
         return self.around.after(self.product(x, bias, stored, versions), bias)
 
     def product(
@@ -185,7 +183,7 @@ class Multiplier(Frozen):
         versions: list[int] | None = None,
     ) -> Tensor:
         """`multiply` before what `around` does after the product."""
-        given: tuple[Any, ...] = ()  # what belongs to activations that are quantized already
+        call = ops.Call(stored=stored, versions=versions)
         rotated, pairs = False, None
         if isinstance(x, Activations):
             wanted = CODES.get(self.activation or "")
@@ -200,30 +198,33 @@ class Multiplier(Frozen):
                     f"{self}: x was quantized {'after' if x.rotated else 'without'} a rotation, "
                     f"and its weight is {'' if rotates else 'not '}rotated"
                 )
-            given = (x.scale, x.sums, x.dtype) if x.codes.dtype == wanted else ()
+            if x.codes.dtype == wanted:
+                call = ops.Call(x.scale, x.sums, x.dtype, stored, versions)
             rotated, pairs, x = x.rotated, x.pairs, x.codes
         self._check_device(x)
         if not rotated:
             x = self.around.before(x)
         inside, lead = self.around.inside(bias), x.shape[:-1]
-        if not given and not torch.compiler.is_compiling():
+        if call.scale is None and not torch.compiler.is_compiling():
             pairs = ANSWERS.of(self.activation, math.prod(lead))
             if pairs:
                 x, dtype = x.flatten(0, -2), x.dtype
-                x, *of_codes = of(x).quantize(x, "int8", pairs)
-                given = *of_codes, dtype
+                x, scale, sums = of(x).quantize(x, "int8", pairs)
+                call = ops.Call(scale, sums, dtype, stored, versions)
         elif pairs:
             lead = torch.Size([pairs.tokens])
         joins = pairs is not None and getattr(get_backend(self.backend), "joins", False)
-        args = inside if joins or not pairs else None, self.scheme, self.out_features, self.backend
-        if stored is not None:
-            given = *(given or (None,) * 3), stored, versions
-        more = {"pairs": pairs.count} if pairs and joins else {}
-        y = ops.run(ops.linear, x, self.prepared.layout, *args, *given, **more)
+        if pairs and joins:
+            call = call._replace(pairs=pairs.count)
+        y = self._run(x, inside if joins or not pairs else None, call)
         if pairs:
             y = y[: pairs.tokens] if joins else of(y).join(y, pairs, inside)
             y = y.view(*lead, -1)
         return y
+
+    def _run(self, x: Tensor, bias: Tensor | None, call: ops.Call) -> Tensor:
+        own = self.prepared.layout, bias, self.scheme, self.out_features, self.backend
+        return ops.run(ops.linear, x, *own, *call)
 
     def _check_device(self, x: Tensor) -> None:
         if x.device != self.device:

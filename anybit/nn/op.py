@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,7 @@ from anybit.kernels.registry import get_backend
 
 log = logging.getLogger(__name__)
 _library = torch.library.Library("anybit", "DEF")
-# layout is `Prepared.layout`. scale, sums and dtype: of quantized activations, whose codes x are.
-# stored: the canonical tensors, which the gradient of x is computed from. versions: of these when
-# the layout was made, for compiled code, which meets other contents later. pairs: `Pairs.count`,
-# for backends that join. vectors: rotate_in and rotate_out of a layer whose x and y these are then,
-# for `backend.Restoring`.
+# layout is `Prepared.layout`, and what has defaults is a `Call`.
 _library.define(
     "linear(Tensor x, Tensor[] layout, Tensor? bias, str scheme, int n, str backend, "
     "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None, "
@@ -37,6 +33,34 @@ _library.define(
 _library.define("decode(Tensor[] stored, str spec, int n, int k, ScalarType dtype) -> Tensor")
 
 
+class Call(NamedTuple):
+    """What goes with x, beside a weight's layout; the operator's arguments that have defaults.
+
+    Attributes:
+        scale, sums, dtype: Of quantized activations, whose codes x are.
+        stored: The canonical tensors, which the gradient of x is computed from.
+        versions: Of these when the layout was made, for compiled code, which meets other contents
+            later.
+        pairs: `Pairs.count`, for backends that join.
+        vectors: rotate_in and rotate_out of a layer whose x and y these are then, for
+            `backend.Restoring`.
+    """
+
+    scale: Tensor | None = None
+    sums: Tensor | None = None
+    dtype: torch.dtype | None = None
+    stored: Sequence[Tensor] | None = None
+    versions: Sequence[int] | None = None
+    pairs: Tensor | None = None
+    vectors: Sequence[Tensor] | None = None
+
+    def written(self) -> bool:
+        """Whether the canonical tensors have other contents than the layout."""
+        if not self.stored or not self.versions:
+            return False
+        return [tensor._version for tensor in self.stored] != list(self.versions)
+
+
 def multiply(
     x: Tensor,
     layout: Sequence[Tensor],
@@ -44,39 +68,33 @@ def multiply(
     scheme: str,
     n: int,
     backend: str,
-    scale: Tensor | None = None,
-    sums: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    stored: Sequence[Tensor] | None = None,
-    versions: Sequence[int] | None = None,
-    pairs: Tensor | None = None,
-    vectors: Sequence[Tensor] | None = None,
+    *given: Any,
 ) -> Tensor:
-    written = stored and versions and [tensor._version for tensor in stored] != list(versions)
-    if stored and written and backend != "reference":
+    """x (..., K) times a weight of n rows. given: a `Call`, or its first fields."""
+    call = Call(*given)
+    if backend != "reference" and call.stored and call.written():
         decoding(scheme)
-        layout, backend = stored, "reference"
+        layout, backend = call.stored, "reference"
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
         with torch.cuda.device(x.device):
-            rest = scale, sums, dtype, None, None, pairs, vectors
-            return multiply(x, layout, bias, scheme, n, backend, *rest)
+            return multiply(x, layout, bias, scheme, n, backend, *call)
     k = x.shape[-1]
     if len(x.shape) != 2:
-        scale, sums = (None if t is None else t.reshape(-1) for t in (scale, sums))
-        rest = scale, sums, dtype, None, None, None, vectors
-        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, *rest)
+        scale, sums = (None if t is None else t.reshape(-1) for t in call[:2])
+        call = call._replace(scale=scale, sums=sums)
+        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, *call)
         return y.view(*x.shape[:-1], n)
     fmt, activation = parse_scheme(scheme)
     prepared = Prepared(fmt, (n, k), activation, tuple(layout))
     rows: Tensor | Activations = x
-    if scale is not None:
-        if sums is None or dtype is None:
+    if call.scale is not None:
+        if call.sums is None or call.dtype is None:
             raise InvalidType("quantized activations need scale, sums and dtype")
-        both = None if pairs is None else Pairs(pairs, len(x), len(x))
-        rows = Activations(x, scale, sums, dtype, pairs=both)
+        both = None if call.pairs is None else Pairs(call.pairs, len(x), len(x))
+        rows = Activations(x, call.scale, call.sums, call.dtype, pairs=both)
     kernels = get_backend(backend)
     try:
-        if not vectors:
+        if not (vectors := call.vectors):
             return kernels.linear(rows, prepared, bias)
         restored = getattr(kernels, "linear_restored", None)
         whole: Tensor | None = restored(x, prepared, vectors, bias) if restored else None
@@ -86,7 +104,7 @@ def multiply(
         y = turn(y, vectors[1], True)
         return y if bias is None else y + bias.to(y.dtype)
     except Uncompiled:
-        return x.new_zeros(len(x), n, dtype=dtype or x.dtype)
+        return x.new_zeros(len(x), n, dtype=call.dtype or x.dtype)
 
 
 @cache
@@ -105,15 +123,9 @@ def _linear_fake(
     scheme: str,
     n: int,
     backend: str,
-    scale: Tensor | None = None,
-    sums: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    stored: Sequence[Tensor] | None = None,
-    versions: Sequence[int] | None = None,
-    pairs: Tensor | None = None,
-    vectors: Sequence[Tensor] | None = None,
+    *given: Any,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n), dtype=dtype or x.dtype)
+    return x.new_empty((*x.shape[:-1], n), dtype=Call(*given).dtype or x.dtype)
 
 
 def turn(x: Tensor, vector: Tensor, after: bool) -> Tensor:
@@ -173,9 +185,10 @@ def _rows_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, layout, bias, scheme, *_, stored, _, _, vectors = inputs
-    ctx.save_for_backward(*(stored or ()), *(vectors or ()))
-    ctx.turned = len(vectors or ())
+    x, layout, bias, scheme, _, _, *given = inputs
+    call = Call(*given)
+    ctx.save_for_backward(*(call.stored or ()), *(call.vectors or ()))
+    ctx.turned = len(call.vectors or ())
     ctx.scheme, ctx.k, ctx.parts = scheme, x.shape[-1], len(layout)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
