@@ -4,6 +4,7 @@ Processes are started by this module's name, so that a script that loads a model
 itself against being imported again.
 """
 
+import atexit
 import os
 import pickle
 import subprocess
@@ -71,7 +72,8 @@ def side_by_side(
 class Child:
     """A process that makes calls first which may end it, and not this one.
 
-    It starts with the first call, and again after one that has ended it.
+    It starts with the first call, and again after one that has ended it; it ends when it was not
+    asked for a minute, and with this process.
     """
 
     def __init__(self) -> None:
@@ -79,6 +81,7 @@ class Child:
         self._process: Process | None = None
         self._owner = 0  # the process whose child it is, which may have forked since
         self._idle: threading.Timer | None = None
+        atexit.register(self.end)
 
     def survives(self, call: Callable[[], object]) -> bool:
         """Whether a function that can be pickled leaves its process alive, in error or not."""
