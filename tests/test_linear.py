@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 import anybit
 from anybit.cli.doctor import doctor
@@ -24,7 +25,7 @@ from anybit.nn import op as ops
 from anybit.nn.linear import check_finite
 from tests.needs import pairs
 from tests.specs import SPECS
-from tests.tiny import same_output
+from tests.tiny import TOKENS, llama, same_output
 
 N, K = 96, 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -432,3 +433,33 @@ def test_wide_numbers_that_are_none_are_found(dtype, bad):
         broken[at] = bad
         with pytest.raises(InvalidInput, match=rf"w: 1 values are NaN or inf.* \({at},\)"):
             check_finite(broken, "w")
+
+
+@pytest.mark.parametrize("spec", ["int4:group=32,zero", "mxfp4"])
+def test_mixed_precision_of_fsdp_leaves_scales_alone(spec, tmp_path):
+    """It casts buffers in place, by `.data`, in the first forward pass."""
+    model = anybit.quantize_(llama(dtype=torch.float32), spec)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    half = torch.bfloat16
+    distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        policy = MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+        device = torch.device("cpu")
+        whole = FullyShardedDataParallel(
+            model, mixed_precision=policy, use_orig_params=True, device_id=device
+        )
+        for _ in range(2):
+            whole(TOKENS).logits.float().sum().backward()
+        after = whole.state_dict()
+    finally:
+        distributed.destroy_process_group()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+
+
+def test_other_scales_by_data_stay():
+    layer = anybit.quantize_(nn.Linear(64, 32), "int4:group=32")
+    layer.scale.data = layer.scale.float() * 1.5
+    wanted = layer.scale.clone()
+    assert torch.equal(layer.packed.grid["scale"], wanted)

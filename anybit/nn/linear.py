@@ -195,12 +195,12 @@ class QuantLinear(Quantized):
             if (tensor := getattr(self, name)).is_inference():  # whose versions are not counted
                 with torch.inference_mode(False):
                     setattr(self, name, tensor.clone())
+        packed, multiplier = self.packed, None
         tensors = tuple(getattr(self, name) for name in self.names)
         before = (
             tensors, tuple(map(VERSION, tensors)), tuple(map(ADDRESS, tensors)),
             tuple(tensor.untyped_storage() for tensor in tensors),
         )  # fmt: skip
-        packed, multiplier = self.packed, None
         backend, decoded = chosen(packed, self.activation, self.dtype, self.keep, dtype)
         if dtype or not (decoded and get_backend(backend).decodes(self.activation)):
             multiplier = Multiplier.by(backend, packed, self.activation, dtype, decoded)
@@ -286,10 +286,6 @@ class QuantLinear(Quantized):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, scheme={self.scheme!r}, backend={self.backend!r}"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of pickle and copy: what multiplies is right here only."""
-        return {name: value for name, value in vars(self).items() if name != "_made"}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -1,6 +1,6 @@
 """`Quantized`: a module whose weight lies in its buffers, in a few-bit format."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,8 @@ from anybit.core.scheme import scheme_name
 from anybit.errors import Unsupported
 from anybit.nn import op as ops
 from anybit.nn.weight import DecodedWeight
+
+TRANSIENT = ("_made", "_kept")  # attributes that no copy has
 
 
 class Quantized(nn.Module):
@@ -36,6 +38,7 @@ class Quantized(nn.Module):
 
     format: Format
     sharing: "tuple[Quantized, ...]" = ()
+    _kept: Mapping[str, tuple[Tensor, Tensor]] = {}  # buffers that are floats, and their contents
 
     def __init__(self, packed: Packed, activation: str | None, weight_dtype: torch.dtype):
         super().__init__()
@@ -49,8 +52,25 @@ class Quantized(nn.Module):
 
     @property
     def packed(self) -> Packed:
+        if not torch.compiler.is_compiling():
+            self._without_casts()
         tensors = {name: getattr(self, name) for name in self.names}
         return Packed.from_tensors(self.format, self.shape, tensors)
+
+    def _without_casts(self) -> None:
+        """Undo casts of the buffers in place, by `.data`, as FSDP's mixed precision makes them."""
+        kept = dict[str, tuple[Tensor, Tensor]]()
+        for name in self.names:
+            buffer = self._buffers[name]
+            if buffer is None or not buffer.is_floating_point() or buffer.is_meta:
+                continue
+            before, contents = self._kept.get(name, (None, buffer))
+            if before is buffer and contents.dtype != buffer.dtype:
+                own = contents.to(buffer.device)
+                if torch.equal(own.to(buffer.dtype), buffer):  # else they are other numbers
+                    buffer.data = own
+            kept[name] = buffer, buffer.detach()
+        self._kept = {} if hasattr(self, "_hf_hook") else kept  # which moves them out of memory
 
     @property
     def weight(self) -> Tensor:
@@ -112,6 +132,10 @@ class Quantized(nn.Module):
                 other._buffers[name] = self._buffers[name]
             other.forget()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of pickle and copy: what is right here only is left out."""
+        return {name: value for name, value in vars(self).items() if name not in TRANSIENT}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         before = dict(self._buffers)
@@ -125,6 +149,7 @@ class Quantized(nn.Module):
                 theirs, own = other._buffers[name], self._buffers[name]
                 if theirs is not before[name] and theirs is not None and own is not None:
                     self._buffers[name] = theirs if theirs.device == own.device else own
+        self._without_casts()
         return self
 
     def _load_from_state_dict(
@@ -143,6 +168,7 @@ class Quantized(nn.Module):
             self._hand_on()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._without_casts()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if notes := getattr(destination, "_metadata", None):
             notes[prefix[:-1]]["format"] = self.format.spec
