@@ -51,6 +51,15 @@ def kv_format(loaded: Loaded, asked: str) -> KvFormat:
     return KV_FORMATS.get(asked) or plain(loaded.dtype)
 
 
+def cost_of(kv: KvFormat, loaded: Loaded) -> str:
+    """What a cache costs, in words; "" where that is too little to speak of."""
+    heads = [] if isinstance(loaded.model, Generator) else loaded.model.heads
+    kept = sum(kv.with_bias(each.bias) is not kv for each in heads)
+    if not kept:
+        return kv.loss
+    return f"{kv.loss}; {kept} of {len(heads)} layers keep K in 8 bits, since its bias is large"
+
+
 def assemble(loaded: Loaded, small: Loaded | None, kv: KvFormat, config: EngineConfig) -> Engine:
     """The engine of a model.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.engine.assemble import assemble, kv_format
+from anybit.engine.assemble import assemble, cost_of, kv_format
 from anybit.engine.checks import integer, wrong
 from anybit.engine.config import EngineConfig, configured
 from anybit.engine.draft_model import check_draft, load_draft, share
@@ -81,8 +81,8 @@ class LLM(Language):
             )  # fmt: skip
         small = load_draft(config.draft, loaded, device, config.length, config.keep)
         kv = kv_format(loaded, config.kv_cache)
-        if kv.loss:
-            log.warning("kv_cache=%r: %s", kv.name, kv.loss)
+        if cost := cost_of(kv, loaded):
+            log.warning("kv_cache=%r: %s", kv.name, cost)
         super().__init__(loaded.tokenizer)
         self.config, self.dtype = loaded.config, loaded.dtype
         self.quantized, self.quantized_bytes = loaded.quantized, loaded.quantized_bytes

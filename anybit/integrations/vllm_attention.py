@@ -200,6 +200,11 @@ class Attention(AttentionImpl[Step]):
         self.format.check(head_size)
         if self.format.loss:
             logger.warning_once("%s: %s", kv_cache_dtype, self.format.loss)
+        if self.format.biased is not None:  # pages of all layers are equal
+            logger.warning_once(
+                "%s: models whose K has a large bias (Qwen2.5) write nonsense; use anybit_k8v4",
+                kv_cache_dtype,
+            )
         size = token_bytes(head_size, self.format)
         # One page, until vLLM has more: so kernels refuse a layer before memory is taken.
         self.use(torch.zeros(1, self.num_kv_heads, BLOCKS[0], size, dtype=torch.uint8))

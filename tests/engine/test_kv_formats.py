@@ -110,6 +110,34 @@ def test_what_loses_much_says_so(checkpoint: Checkpoint, caplog: pytest.LogCaptu
     assert "nats a token" in caplog.messages[0]
 
 
+def test_k_with_a_large_bias_has_8_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of 4 bits would have the bias's range, and K would be lost in a step of them."""
+    model = random_model("qwen2", {})
+    model.model.layers[0].self_attn.k_proj.bias.data[1] = 300
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
+
+    def told(kv: str) -> tuple[LLM, list[dict[int, float]]]:
+        llm = LLM(tmp_path, kv_cache=kv, block_size=4, max_tokens=16, kv_bytes=1 << 20)
+        outputs = llm.generate(prompts(3), params)
+        return llm, [dict(o.completions[0].logprobs[0].top) for o in outputs]
+
+    def error(found: list[dict[int, float]]) -> float:
+        pairs = zip(found, exact, strict=True)
+        return max(abs(p - b[t]) for a, b in pairs for t, p in a.items() if t in b)
+
+    _, exact = told("model")
+    llm, found = told("int4")
+    assert [c.kinds for c in llm.engine.runner.states] == [("dynamic", "int4"), ("int4", "int4")]
+    assert "1 of 2 layers keep K in 8 bits" in caplog.messages[0]
+    monkeypatch.setattr("anybit.kernels.kv.format.LARGE", 1e9)
+    llm, lost = told("int4")
+    assert {c.kinds for c in llm.engine.runner.states} == {("int4", "int4")}
+    assert error(found) < error(lost) / 2
+
+
 class Fp8(Numbers):
     """A way of one's own: fp8 without scales."""
 

@@ -76,7 +76,12 @@ class Attention(Mixer):
             )
             norms = (q, k, norm_eps(config))
             self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
-        self.scales = weights.kv_scales(name, (kv_heads, dim))
+        self.scales, self.k_bias = weights.kv_scales(name, (kv_heads, dim)), 0.0
+        if bias and weights.device.type != "meta":
+            parts = zip(merged, rows, strict=True)
+            whole = torch.cat([weights.tensor(f"{part}.bias", (n,)) for part, n in parts])
+            own = whole[-2 * kv_heads * dim : -kv_heads * dim].float().view(kv_heads, dim)
+            self.k_bias = float(own.square().mean(1).max().sqrt())
 
     @property
     def last(self) -> nn.Module:
@@ -84,7 +89,7 @@ class Attention(Mixer):
 
     @property
     def memory(self) -> Heads:
-        return Heads(self.kv_heads, self.dim, self.scales)
+        return Heads(self.kv_heads, self.dim, self.scales, self.k_bias)
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch

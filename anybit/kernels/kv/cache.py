@@ -13,16 +13,22 @@ from anybit.kernels.state import Room
 
 
 class Heads(NamedTuple):
-    """K and V of every token. scales: static ones (kv_heads, dim) of both, if there are any."""
+    """K and V of every token.
+
+    scales: Static ones (kv_heads, dim) of both, if there are any. bias: of K, the root mean square
+        in the head where that is largest.
+    """
 
     kv_heads: int
     dim: int
     scales: tuple[Tensor, Tensor] | None = None
+    bias: float = 0.0
 
     def empty(self, room: Room) -> "LayerCache":
         room.kv.check(self.dim)
+        format = room.kv.with_bias(self.bias)
         return LayerCache.empty(
-            room.blocks, self.kv_heads, room.block_size, self.dim, room.kv, room.device, self.scales
+            room.blocks, self.kv_heads, room.block_size, self.dim, format, room.device, self.scales
         )
 
 

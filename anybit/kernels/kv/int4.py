@@ -7,7 +7,8 @@ have them; a group lies in one half.
 
 Some channels of K are far larger than others in most models. So K is rotated by a Hadamard matrix
 first, which spreads them over many channels; products with a query that is rotated, too, stay
-the same. V has no such channels and is left as it is.
+the same. V has no such channels and is left as it is. A large bias of K, the same in all tokens,
+takes the codes' range all the same: such layers keep K in 8 bits (`KvFormat.with_bias`).
 """
 
 import torch
