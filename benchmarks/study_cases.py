@@ -188,6 +188,38 @@ fp6:group=64 rtn
 fp:e2m3 gptq/prose
 fp6 gptq/prose
 """
+# A model of billions of weights on a CPU (`study_large.py`); kv: a format of KV caches.
+LARGE = """
+bf16 dense
+int8 rtn
+int4:group=128 rtn
+fp:e2m3 rtn
+int4:group=64,zero rtn
+int3:group=64,zero rtn
+liquid@int8 rtn
+int4 kv
+k8v4 kv
+int8 kv
+int8@int8 rtn
+fp6 rtn
+nvfp4 rtn
+int4:group=128 hqq
+int4:group=64,zero hqq
+mxfp4 rtn
+fp8 rtn
+int6 rtn
+nf4 rtn
+int4:group=32 rtn
+int5:group=64 rtn
+int4 rtn
+int3:group=64,zero hqq
+int2:group=32,zero rtn
+int4:group=64,zero gptq/mixed
+liquid@int8 smooth+gptq/mixed
+int4:group=128 gptq/mixed
+int3:group=64,zero gptq/mixed
+fp:e2m3 gptq/mixed
+"""
 SMOKE = f"""
 bf16 dense
 {PLAN} clip
@@ -204,6 +236,7 @@ KINDS = {
     "published": PUBLISHED,
     "look": LOOK,
     "six": SIX,
+    "large": LARGE,
     "smoke": SMOKE,
 }
 
@@ -213,7 +246,8 @@ def cases(kind: str) -> list[tuple[str, str]]:
     found = []
     for line in KINDS[kind].split("\n"):
         spec, *methods = line.split() or [""]
-        if spec and spec != "bf16" and not spec.startswith("plan:"):
+        weights = spec and spec != "bf16" and "kv" not in methods
+        if weights and not spec.startswith("plan:"):
             parse_scheme(spec.removeprefix(FOLDED))
         found += [(spec, m.split(",")[0] if kind == "light" else m) for m in methods]
     return found

@@ -73,7 +73,7 @@ def test_the_api_page_has_every_public_name() -> None:
 
 
 def test_the_benchmarks_page_has_every_script_and_every_file_of_results() -> None:
-    named = re.findall(r"`([\w.]+)`", (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"))
+    named = re.findall(r"`([\w.-]+)`", (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"))
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     results = {path.stem for path in (ROOT / "benchmarks/results").glob("*.csv")}
     assert not (scripts | results) - set(named)

@@ -41,6 +41,7 @@ def published(row: Row) -> bool:
     """Of the newest text alone, older rows being of other pages, and not all of one quantizer."""
     left_out = {
         "rtn": ("int8:group=64", "liquid@int8", "mxfp4", "nvfp4", "int2:group=32,zero"),
+        "gptq": ("int6", "int8"),
         "gptq-gradients": ("fp6", "int2:group=32,zero"),
     }
     return row["tokens"] == "59957" and row["spec"] not in left_out.get(row["method"], ())
