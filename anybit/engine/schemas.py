@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
+from itertools import combinations
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -36,6 +37,10 @@ PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
     (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"),
     (list | tuple, "array"), (dict, "object"),
 )  # fmt: skip
+# In a pattern: classes of all characters but some; those that JSON escapes in any place.
+NEGATED = re.compile(r"(?<!\\)\[\^((?:\\.|[^\]\\])+)\]")
+QUOTED = re.compile(r'"|\\\\|\\x\{?(22|5[cC])')
+LIKE = 24  # characters of a declared property's name with which no other one may begin
 INT64 = 2**63
 LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
 
@@ -73,7 +78,8 @@ class Rewriter:
     def __init__(self, root: dict[str, Any]):
         self.root = root
         self.multiples: set[Fraction] = set()
-        self.merges = False  # whether llguidance makes one schema of several
+        self.merges = self.joins = False  # whether llguidance makes one schema of several; objects
+        self.open: list[dict[str, Any]] = []  # objects with further properties than those declared
 
     def whole(self) -> dict[str, Any]:
         out: dict[str, Any] = self.schema(self.root)
@@ -81,6 +87,8 @@ class Rewriter:
         if not isinstance(given, dict):
             raise InvalidInput("the JSON schema: x-guidance is not an object")
         out["x-guidance"] = GUIDANCE | given
+        for inner in () if self.joins else self.open:
+            name_keys(inner)
         scale = math.lcm(*(m.denominator for m in self.multiples))
         factors = [int(m * scale) for m in self.multiples]
         if self.merges and len(factors) > 1 and math.lcm(*factors) * max(factors) >= 2**32:
@@ -103,39 +111,102 @@ class Rewriter:
             if key == "format" and isinstance(value, str) and value not in FORMATS:
                 continue
             if key in NAMED and isinstance(value, dict):
-                out[key] = {name: self.schema(inner) for name, inner in value.items()}
-            elif key == "oneOf" and "anyOf" not in schema and self.exclusive(value):
+                named = pattern if key == "patternProperties" else str
+                out[key] = {named(name): self.schema(inner) for name, inner in value.items()}
+            elif key == "oneOf" and "anyOf" not in schema and exclusive(value, self.root):
                 out["anyOf"] = self.schema(value)
+            elif key == "pattern" and isinstance(value, str):
+                out[key] = pattern(value)
             elif key in ("enum", "const"):
                 check_data(value)
                 out[key] = value
             else:
                 out[key] = self.schema(value)
         bounded(out)
+        count_keys(out)
         if is_number(out.get("multipleOf")):
             self.multiples.add(multiple(out["multipleOf"]))
         applied = out.keys() & {"$ref", "anyOf", "oneOf", "enum", "const"}
-        self.merges |= "allOf" in out or bool(applied and out.keys() - applied - NAMED)
+        merges = "allOf" in out or bool(applied and out.keys() - applied - NAMED)
+        self.merges |= merges
+        self.joins |= merges and sum("properties" in p for p in followed(schema, self.root)) > 1
+        if isinstance(out.get("properties"), dict) and not out.get("patternProperties"):
+            self.open += [] if out.get("additionalProperties") is False else [out]
         return out
 
-    def exclusive(self, options: Any) -> bool:
-        """Whether the options of oneOf are objects that a required property tells apart."""
-        if not isinstance(options, list):
-            return False
-        kinds = [constants(self.resolved(option)) for option in options]
-        for name in set.intersection(*map(set, kinds)) if kinds else ():
-            values = [value for kind in kinds for value in kind[name]]
-            if len(values) == len(set(values)):
-                return True
-        return False
 
-    def resolved(self, schema: Any) -> Any:
-        """What a schema refers to in this document, if it does nothing but that."""
-        for _ in range(8):
-            if not isinstance(schema, dict) or schema.keys() - NOTES != {"$ref"}:
-                break
-            schema = target(schema["$ref"], self.root)
-        return schema
+def exclusive(options: Any, root: Any) -> bool:
+    """Whether a value fits one of these options at most: by its type, or a required constant."""
+    if not isinstance(options, list):
+        return False
+    return all(apart(a, b, root) for a, b in combinations(options, 2))
+
+
+def apart(a: Any, b: Any, root: Any) -> bool:
+    """Whether no value fits both schemas, as far as types and required constants tell."""
+    if not kinds(a, root) & kinds(b, root):
+        return True
+    one, other = constants(resolved(a, root)), constants(resolved(b, root))
+    return any(not one[name] & other[name] for name in one.keys() & other.keys())
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """What a schema refers to in a document, if it does nothing but that."""
+    for _ in range(8):
+        if not isinstance(schema, dict) or schema.keys() - NOTES != {"$ref"}:
+            break
+        schema = target(schema["$ref"], root)
+    return schema
+
+
+def name_keys(schema: dict[str, Any]) -> None:
+    """Have further keys of an object match a pattern, as which no declared one can be written.
+
+    What llguidance takes as a further key is not declared as it stands there, but may be once its
+    escapes are read: `\\u0061` is `a`. A pattern is matched with what they stand for.
+    """
+    rest, required = schema.get("additionalProperties", True), schema.get("required")
+    for name in required if isinstance(required, list) else ():
+        schema["properties"].setdefault(name, rest)
+    schema["patternProperties"] = {f"^{others([*schema['properties']])}$": rest}
+    schema["additionalProperties"] = False
+
+
+def others(names: list[str], depth: int = LIKE) -> str:
+    """A regular expression of all texts but those names, and what begins with `LIKE` of their
+    characters."""
+    heads: dict[str, list[str]] = {}
+    for name in names:
+        if name:
+            heads.setdefault(name[0], []).append(name[1:])
+    codes = {char: f"\\x{{{ord(char):x}}}" for char in sorted(heads)}
+    options = [pattern(f"[^{''.join(codes.values())}]") + "(?s:.)*" if codes else "(?s:.)+"]
+    options += [codes[c] + others(heads[c], depth - 1) for c in codes] if depth else []
+    return f"({'|'.join(options)}){'' if '' in names else '?'}"
+
+
+def pattern(text: str) -> str:
+    """A pattern whose classes that exclude `"` or `\\` exclude the character 0, too.
+
+    Or else llguidance lets in both, as it does where all control characters may come.
+    """
+
+    def without_zero(found: re.Match[str]) -> str:
+        return f"[^\\x{{0}}{found[1]}]" if QUOTED.search(found[1]) else found[0]
+
+    return NEGATED.sub(without_zero, text)
+
+
+def count_keys(schema: dict[str, Any]) -> None:
+    """Refuse what two keys of one name would get round: they count as one."""
+    least: Any = schema.get("minProperties")
+    required = schema.get("required")
+    known = len(set(map(str, required))) if isinstance(required, list) else 0
+    if is_number(least) and least > max(known + 1, 1):
+        raise InvalidInput(
+            f"the JSON schema: minProperties {least} with {known} names in required cannot be "
+            "kept, as keys may come twice; name more in required, or leave minProperties out"
+        )
 
 
 def target(ref: Any, root: Any) -> Any:

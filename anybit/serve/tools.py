@@ -79,7 +79,8 @@ class Family:
                 f"tools: the parameters of {function['name']!r} are of type "
                 f"{' or '.join(sorted(found)) or 'none'!r:.50}; arguments are an object"
             )
-        return f'{opening} {json_rule(schema | {"type": "object"})} "}}"'
+        schema = schema if found == {"object"} else schema | {"type": "object"}
+        return f'{opening} {json_rule(schema)} "}}"'
 
     def opening(self, function: dict[str, Any]) -> tuple[str, ...]:
         """A call's JSON object up to its arguments, in words that are JSON's, too.

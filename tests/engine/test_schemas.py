@@ -1,0 +1,149 @@
+"""Schemas against another reader: what a grammar takes is valid, however keys are spelled."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from transformers import AutoTokenizer
+
+from anybit.engine.schemas import exclusive
+from anybit.engine.structured import Grammars, Structured
+from anybit.errors import InvalidInput
+from tests.engine.conftest import PICO
+
+Takes = Callable[[Any, str], bool]
+KEYS = [
+    "a",
+    "ab",
+    "b",
+    "k\n",
+    "x/y",
+    "",
+    "\u00e9",
+    'q"',
+    "q\\",
+    "x1",
+    "long" * 9,
+    "long" * 9 + "er",
+]
+VALUES = ["1", '"s"', "null", "true", "[]", "{}"]
+TYPES: list[Any] = [{"type": "integer"}, {"type": "string"}, True, {"type": ["null", "boolean"]}]
+
+
+@pytest.fixture(scope="module")
+def takes() -> Takes:
+    """Whether the grammar of a schema takes a text; InvalidInput if there is none."""
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    grammars = Grammars(tokenizer, len(tokenizer), frozenset([0]))
+
+    def written(schema: Any, text: str) -> bool:
+        matcher = grammars.matcher(Structured(json=schema))
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            if not matcher.allows(token):
+                return False
+            matcher.take(token)
+        return bool(matcher.grammar.is_accepting())
+
+    return written
+
+
+def an_object(rng: random.Random) -> dict[str, Any]:
+    names = rng.sample(KEYS, rng.randint(0, 4))
+    out: dict[str, Any] = {"type": "object"} if rng.random() < 0.8 else {}
+    if names:
+        out["properties"] = {name: rng.choice(TYPES) for name in names}
+    if rng.random() < 0.6:
+        out["required"] = rng.sample(KEYS if rng.random() < 0.3 else names or KEYS, 1)
+    if rng.random() < 0.7:
+        out["additionalProperties"] = rng.choice([False, *TYPES])
+    if out.get("additionalProperties") is False and rng.random() < 0.4:
+        out["patternProperties"] = {rng.choice(["^x", "b$", '^[^"]$']): rng.choice(TYPES)}
+    if rng.random() < 0.3:
+        out[rng.choice(["minProperties", "maxProperties"])] = rng.randint(1, 3)
+    return out
+
+
+def a_schema(rng: random.Random) -> dict[str, Any]:
+    one = an_object(rng)
+    return rng.choice(
+        [
+            one, {"anyOf": [one, an_object(rng)]}, {"$ref": "#/$defs/o", "$defs": {"o": one}},
+            one | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ]
+    )  # fmt: skip
+
+
+def a_text(rng: random.Random, schema: dict[str, Any]) -> str:
+    order = [*schema.get("properties", ()), *KEYS]
+    keys = [rng.choice(KEYS) for _ in range(rng.randint(0, 4))]
+    if rng.random() < 0.7:
+        keys.sort(key=order.index)
+    return "{" + ",".join(f"{spelled(rng, key)}:{rng.choice(VALUES)}" for key in keys) + "}"
+
+
+def spelled(rng: random.Random, key: str) -> str:
+    """A key in JSON, with escapes that nobody needs."""
+    if rng.random() < 0.4:
+        return json.dumps(key)
+    escaped = (f"\\u{ord(c):04x}" if rng.random() < 0.5 else json.dumps(c)[1:-1] for c in key)
+    return f'"{"".join(escaped)}"'
+
+
+def test_what_grammars_take_is_valid(takes: Takes) -> None:
+    taken = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        schema = a_schema(rng)
+        judge = jsonschema_rs.validator_for(schema)
+        for _ in range(25):
+            text = a_text(rng, schema)
+            try:
+                took = takes(schema, text)
+            except InvalidInput:
+                break
+            taken += took
+            assert not took or judge.is_valid(json.loads(text)), (schema, text)
+    assert taken > 200
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ('^[^"]*$', '"a\\n"', '"a\\""'),
+        (r"^[^\\]$", '"a"', '"\\\\"'),
+        (r'^[^"\\\n]+$', '"ab"', '"a\\n"'),
+        (r"^\[[^\x22]\]$", '"[a]"', '"[\\"]"'),
+        ("^[^a]$", '"\\""', '"a"'),
+    ],
+)
+def test_patterns_exclude_what_json_escapes(
+    takes: Takes, pattern: str, right: str, wrong: str
+) -> None:
+    string = {"type": "string", "pattern": pattern}
+    keys = {"type": "object", "patternProperties": {pattern: True}, "additionalProperties": False}
+    assert [takes(string, right), takes(string, wrong)] == [True, False]
+    assert [takes(keys, f"{{{text}: 1}}") for text in (right, wrong)] == [True, False]
+
+
+def test_keys_that_count_twice_are_refused(takes: Takes) -> None:
+    two = {"type": "object", "minProperties": 2}
+    with pytest.raises(InvalidInput, match="minProperties 2 with 0 names in required"):
+        takes(two, "{}")
+    one = two | {"properties": {"a": {}}, "required": ["a"]}
+    assert takes(one, '{"a":1,"b":2}')
+    assert not takes(one, '{"a":1,"\\u0061":2}')
+
+
+def test_unions_that_types_tell_apart(takes: Takes) -> None:
+    tag = {"$ref": "#/$defs/tag", "title": "T"}
+    tags = {"$defs": {"tag": {"type": ["string", "null"]}}}
+    apart = {"oneOf": [tag, {"type": "array", "items": tag}, {"type": "number"}]} | tags
+    for text, took in (('"x"', True), ('["x"]', True), ("1.5", True), ("true", False)):
+        assert takes(apart, text) == took
+    for options in ([tag, {"type": "string"}], [{"type": "number"}, {"enum": [1.0]}], [tag, {}]):
+        assert not exclusive(options, tags)
+        with pytest.raises(InvalidInput, match="options that may overlap"):
+            takes({"oneOf": options} | tags, "{}")
