@@ -1,6 +1,5 @@
 """What `Quantizer` promises to quantizers that anybit does not know."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import InvalidInput
 from anybit.nn.model import quantized_layers
 from anybit.planning.allocate import plan_formats
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Block, Quantizer
 from anybit.quantizers.calibration.data import Source
 from anybit.quantizers.calibration.statistics import Statistics
 from tests.tiny import llama, same_state
@@ -95,15 +94,9 @@ def test_smooth_leaves_blocks_to_its_second() -> None:
     class Watching(Loud):
         whole_block = True
 
-        def quantize_block(
-            self,
-            block: nn.Module,
-            schemes: Mapping[str, str],
-            statistics: Mapping[str, Statistics],
-            outputs: Sequence[Callable[[], Tensor]],
-        ) -> None:
-            calls.append(sorted(schemes))
-            super().quantize_block(block, schemes, statistics, outputs)
+        def quantize_block(self, block: Block) -> None:
+            calls.append(sorted(block.schemes))
+            super().quantize_block(block)
 
     quantizer = Smooth(IDS, then=Watching())
     assert quantizer.whole_block

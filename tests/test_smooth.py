@@ -1,6 +1,7 @@
 """Smoothing: the function stays, the error of quantized activations goes down."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
 import anybit
 from anybit import GPTQ, Clip, Smooth
 from anybit.nn.linear import QuantLinear
+from anybit.quantizers.base import Block
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.smooth import PAIRS, candidates, centred, search
@@ -70,7 +72,7 @@ def smooth_only(model: nn.Module, spec: str = "int4@int8") -> dict[str, int]:
             schemes = {n: spec for n, m in block.named_modules() if isinstance(m, nn.Linear)}
             before = dict(block.named_parameters())
             seen = replay.collect(index, schemes, KINDS)
-            after = Smooth().transform(block, schemes, seen, lambda i=index: replay.output(i))
+            after = Smooth().transform(Block(block, schemes, seen, partial(replay.output, index)))
             for name, parameter in block.named_parameters():
                 if not torch.equal(parameter, before[name]):
                     changed[name] = changed.get(name, 0) + 1

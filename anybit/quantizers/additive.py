@@ -11,18 +11,18 @@ second moment H, is quadratic in everything but the codes. So it is minimized in
 No step adds error but the rounding of the grid to 16 bits, after which codes are chosen once more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding
 
 from anybit.core.format import Format, Grid
 from anybit.core.groups import divisor, grouped, store_scale, ungroup
 from anybit.core.packed import Packed
 from anybit.formats.kmeans import argmin, sums_at
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Block, Quantizer
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.columns import propagate
@@ -74,19 +74,13 @@ class Additive(Quantizer):
         """What quantizes formats without codebooks."""
         return GPTQ(damping=self.damping, gradients=self.gradients)
 
-    def quantize_block(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: Mapping[str, Statistics],
-        outputs: Sequence[Callable[[], Tensor]],
-    ) -> None:
+    def quantize_block(self, block: Block) -> None:
         """Quantize a block's layers in place, then tune what is continuous in them."""
         # As large as the activations of all data, so not on the GPU.
-        targets = [output().cpu() for output in outputs] if self.steps else []
-        super().quantize_block(block, schemes, statistics, outputs)
+        targets = [output().cpu() for output in block.outputs] if self.steps else []
+        super().quantize_block(block)
         if self.steps:
-            tune_block(block, outputs, targets, self.steps, self.rate, self.seed)
+            tune_block(block.module, block.outputs, targets, self.steps, self.rate, self.seed)
 
     def quantize(self, w: Tensor, fmt: Format, statistics: Statistics | None = None) -> Packed:
         """Optimize the codes and codebooks of a weight (N, K) for its inputs' Hessian."""

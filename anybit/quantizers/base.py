@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mode
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,24 @@ from anybit.nn.model import linear_at, replace
 from anybit.nn.plan import patterns_for
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
+
+
+class Block(NamedTuple):
+    """A decoder block whose layers are to be quantized.
+
+    Attributes:
+        module: The block, dense yet.
+        schemes: Of these layers, by names relative to it.
+        statistics: Of each of them.
+        output: Computes the block's output, as it is then, for a little of the data.
+        outputs: The same for each batch of the data.
+    """
+
+    module: nn.Module
+    schemes: Mapping[str, str]
+    statistics: Mapping[str, Statistics]
+    output: Callable[[], Tensor]
+    outputs: Sequence[Callable[[], Tensor]] = ()
 
 
 class Quantizer:
@@ -82,42 +101,17 @@ class Quantizer:
         """
         return fmt
 
-    def transform(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: dict[str, Statistics],
-        output: Callable[[], Tensor],
-    ) -> dict[str, Statistics]:
+    def transform(self, block: Block) -> Mapping[str, Statistics]:
         """Rewrite a block before its layers are quantized, without changing what it computes.
-
-        Args:
-            block: A decoder block, still dense.
-            schemes: The block's layers to be quantized, by names relative to it.
-            statistics: Of each of these layers.
-            output: Computes the block's output for a little of the data.
 
         Returns:
             The statistics after the change.
         """
-        return statistics
+        return block.statistics
 
-    def quantize_block(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: Mapping[str, Statistics],
-        outputs: Sequence[Callable[[], Tensor]],
-    ) -> None:
-        """Quantize a block's layers in place.
-
-        Args:
-            block: The block after `transform`.
-            schemes: The layers to quantize, by names relative to the block.
-            statistics: Of each of these layers.
-            outputs: For each batch of the data, computes the output of the block as it is then.
-        """
-        quantize_layers(block, schemes, self, statistics)
+    def quantize_block(self, block: Block) -> None:
+        """Quantize a block's layers in place, after `transform`."""
+        quantize_layers(block.module, block.schemes, self, block.statistics)
 
     def check_statistics(self, statistics: Statistics | None) -> Statistics:
         """The statistics; InvalidInput when there are none, or inputs held NaN or inf."""

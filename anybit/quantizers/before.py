@@ -1,13 +1,13 @@
 """What quantizers share that change something first, and leave the codes to another quantizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.core.packed import Packed
-from anybit.quantizers.base import Quantizer
+from anybit.quantizers.base import Block, Quantizer
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.rtn import RTN
@@ -43,22 +43,10 @@ class Before(Quantizer):
         """As `then` does."""
         return self.then.quantize(w, fmt, statistics)
 
-    def quantize_block(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: Mapping[str, Statistics],
-        outputs: Sequence[Callable[[], Tensor]],
-    ) -> None:
+    def quantize_block(self, block: Block) -> None:
         """As `then` does."""
-        self.then.quantize_block(block, schemes, statistics, outputs)
+        self.then.quantize_block(block)
 
-    def transform(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: dict[str, Statistics],
-        output: Callable[[], Tensor],
-    ) -> dict[str, Statistics]:
+    def transform(self, block: Block) -> Mapping[str, Statistics]:
         """As `then` does."""
-        return self.then.transform(block, schemes, statistics, output)
+        return self.then.transform(block)

@@ -17,7 +17,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import Unsupported
 from anybit.kernels.between import seen_by
 from anybit.nn.experts import Expert, Experts
-from anybit.quantizers.base import quantize_weight
+from anybit.quantizers.base import Block, quantize_weight
 from anybit.quantizers.before import Before
 from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 from anybit.quantizers.rtn import RTN
@@ -65,17 +65,11 @@ class Smooth(Before):
         """Of the search, and of `then`."""
         return ("amax", "mean_abs", "sample", *super().needs)
 
-    def transform(
-        self,
-        block: nn.Module,
-        schemes: Mapping[str, str],
-        statistics: dict[str, Statistics],
-        output: Callable[[], Tensor],
-    ) -> dict[str, Statistics]:
+    def transform(self, block: Block) -> Mapping[str, Statistics]:
         """Smooth the block, then transform it as `then` does."""
-        modules = dict(block.named_modules())
+        modules, schemes = dict(block.module.named_modules()), block.schemes
         smoothed: set[str] = set()
-        statistics = dict(statistics)
+        statistics = dict(block.statistics)
         for before, after in (*PAIRS, *expert_pairs(modules)):
             readers = [name for name in after if name in modules]
             known = [name for name in readers if name in schemes and statistics[name].tokens]
@@ -91,7 +85,7 @@ class Smooth(Before):
             )
             # What an expert computes needs no check, which would take longer than the search.
             inside = isinstance(modules[before.rpartition(".")[0]], Expert)
-            computed = (lambda: torch.ones(1, 1)) if inside else output
+            computed = (lambda: torch.ones(1, 1)) if inside else block.output
             if bool((s == 1).all()):
                 smoothed |= set(readers)
             elif fold(modules[before], list(layers.values()), s, heads, computed):
@@ -105,7 +99,7 @@ class Smooth(Before):
                     "activations",
                     stacklevel=2,
                 )
-        return self.then.transform(block, schemes, statistics, output)
+        return self.then.transform(block._replace(statistics=statistics))
 
 
 def expert_pairs(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[str, ...]]]:

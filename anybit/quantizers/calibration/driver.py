@@ -25,7 +25,7 @@ from anybit.nn.experts import of_all_experts
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at, quantized_modules, restored_on_error, weight_of
 from anybit.progress import progress
-from anybit.quantizers.base import Quantizer, quantize_layers
+from anybit.quantizers.base import Block, Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.calibration.gradients import Gradients, output_gradients, refuse_gradients
@@ -221,21 +221,23 @@ def quantize_block(
     parts = split_by_memory(block, schemes) if split else [dict(schemes)]
     if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
         light = tuple(name for name in needs if name not in ("hessian", "drift"))
-        quantizer.transform(block, schemes, runner.collect(index, schemes, light), output)
+        quantizer.transform(Block(block, schemes, runner.collect(index, schemes, light), output))
     for number, part in enumerate(parts):
         beside = None if number else dense  # experts get other tokens in the dense model
-        statistics = runner.collect(index, part, needs, beside, weights)
+        statistics: Mapping[str, Statistics] = runner.collect(index, part, needs, beside, weights)
         few |= too_few_tokens(statistics, block, prefix)
         if len(parts) == 1:
-            statistics = quantizer.transform(block, part, statistics, output)
+            statistics = quantizer.transform(Block(block, part, statistics, output))
         if beside is None:
-            quantizer.quantize_block(block, part, joined(statistics, gradients), outputs)
+            seen = joined(statistics, gradients)
+            quantizer.quantize_block(Block(block, part, seen, output, outputs))
             continue
         beside.copies[index] = copy.deepcopy(block)
         for turn, group in enumerate(in_turns(part, statistics)):
             if turn:  # on the outputs of the quantized layers before it
                 statistics = runner.collect(index, group, needs, beside, weights)
-            quantizer.quantize_block(block, group, joined(statistics, gradients), outputs)
+            seen = joined(statistics, gradients)
+            quantizer.quantize_block(Block(block, group, seen, output, outputs))
         beside.advance(index)
         beside.copies.clear()
     return few
