@@ -248,11 +248,49 @@ def test_biases(tmp_path: Path) -> None:
     refused(source, "bias: not zero, but the model has no bias there")
 
 
+TWO, THREE = torch.full((128,), 2.0), torch.ones(2, 3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "name", "tensor", "message"),
+    [
+        ("awq_gemm", "mlp.act.scales", TWO, "AWQ divides the outputs of an"),
+        ("ct_4bit", "mlp.experts.up_proj_packed", THREE, "belongs to no layer of compressed-tens"),
+    ],
+)
+def test_tensors_that_change_the_model_are_refused(
+    fixture: str, name: str, tensor: torch.Tensor, message: str, tmp_path: Path
+) -> None:
+    name = f"model.layers.0.{name}"
+    refused(changed(fixture, tmp_path, lambda t: t.update({name: tensor})), message)
+
+
+@pytest.mark.parametrize("fixture", ["awq_gemm", "ct_4bit"])
+def test_tensors_that_belong_to_nothing_are_said(
+    fixture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.0.mlp.act.scales"
+    source = changed(fixture, tmp_path, lambda t: t.update({name: torch.ones(128)}))
+    converted(source, tmp_path / "out")
+    assert f"1 tensors fit no parameter of the model, and stay as they are: {name}" in caplog.text
+    assert name in stored_tensors(tmp_path / "out")
+
+
+def test_codes_of_another_layout_are_not_taken_for_weights(tmp_path: Path) -> None:
+    source = changed("ct_4bit", tmp_path, lambda t: None)
+    tensors = load_file(source / WEIGHTS)
+    other = {name.replace("_proj.weight_", "_proj_"): t for name, t in tensors.items()}
+    save_file(other, source / WEIGHTS)
+    refused(source, "its codes have a layout that anybit does not know")
+
+
 OF_ATTENTION = (
     "k_scale", "q_scale", "kv_scale", "attn.v_scale", "q_proj.q_scale", "k_proj.k_scale",
     "k_proj.output_scale", "v_proj.output_scale", "k_zero_point", "k_proj.output_zero_point",
     "k_cache.scale", "kv_cache_scaling_factor", "prob_scale", "k_bmm_quantizer._amax",
     "k_quantizer.scale", "prob_output_scale", "qkv_proj.output_quantizer._amax",
+    "k_proj.output_scale_inv", "p_scale", "attn_output_scale", "key_scale",
+    "kv_b_proj.output_scale",
 )  # fmt: skip
 
 

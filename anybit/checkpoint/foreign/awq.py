@@ -30,6 +30,13 @@ def layers(
     key = next((key for key in keys if config.get(key)), "version")
     option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
     option(config, "pack_dtype", ("int32",), "AWQ")
+    for name, tensor in stored.items():
+        of, _, key = name.rpartition(".")
+        if key == "scales" and f"{of}.qweight" not in stored and (tensor.read() != 1).any():
+            raise InvalidInput(
+                f"{name}: AWQ divides the outputs of an activation by it, which no layer of anybit "
+                "does; quantize the unquantized model with --method smooth instead"
+            )
     return {part.name: layer(part) for part in parts("qweight", stored)}
 
 

@@ -19,12 +19,14 @@ from anybit.formats.kquant import KQuant
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 Naming = Callable[[str], str]  # the model's name, which tools' settings go by, of a stored layer
 # Scales and zero points of queries, keys, values and probabilities, by the names of all tools.
+_SAID = r"(scale|scale_inv|scaling_factor|zero_point)"
+_WHAT = r"(q|k|v|kv|qkv|p|prob|attn|softmax|query|key|value)"
 OF_ATTENTION = re.compile(
     r"(^|\.)("
-    r"(q|k|v|kv|prob|attn)_(scale|zero_point|scale_inv|scaling_factor)"
-    r"|(q|k|v|kv|qkv|prob)(_proj)?[._]output_(scale|zero_point)"
+    rf"{_WHAT}(_output)?_{_SAID}"
+    rf"|{_WHAT}(_[ab])?(_proj)?[._]output_{_SAID}"
     r"|(k|v|kv)_cache[._]\w*(scale|scaling_factor|zero_point|amax)"
-    r"|(q|k|v|kv|p|prob|softmax|attn)(_bmm)?_quantizer\.\w+"
+    rf"|{_WHAT}(_bmm)?_quantizer\.\w+"
     r"|(k|v|kv|qkv|q)_proj\.output_quantizer\.\w+"
     r")$"
 )

@@ -5,6 +5,7 @@ config and a few small tensors what every layer becomes; see `base.py`. What is 
 codes.
 """
 
+import logging
 import math
 import os
 import tempfile
@@ -29,8 +30,8 @@ from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
 from anybit.checkpoint.foreign.gguf_model import Made, open_model, write_tokenizer
 from anybit.checkpoint.foreign.methods import method_of, reader_of
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
-from anybit.checkpoint.layout import check_fit, check_missing, left_out
-from anybit.checkpoint.names import Names, as_they_are
+from anybit.checkpoint.layout import check_fit, check_missing, left_out, some
+from anybit.checkpoint.names import Names, as_they_are, ignored_unexpected
 from anybit.checkpoint.places import Place, name_of, places, without_place
 from anybit.checkpoint.rewrite import (
     SHARD_BYTES,
@@ -55,7 +56,10 @@ CODES = (
     torch.uint8, torch.int8, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.float8_e8m0fnu,
 )  # fmt: skip
+PACKED = (torch.int16, torch.int32)  # if they are matrices
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -352,13 +356,15 @@ def plan_conversion(
     dtype = dense_dtype(config, (stored[name] for name in dense))
     for name, tensor in stored.items():
         layer_of = owner(name, layers)
-        if name not in unit_of and name not in dropped and tensor.torch_dtype in CODES:
+        if name in unit_of or name in dropped:
+            continue
+        packed = tensor.torch_dtype in PACKED and len(tensor.shape) > 1
+        if tensor.torch_dtype in CODES or (packed and strays(found.names, name)):
             raise InvalidInput(
                 f"{source}: {name} holds {tensor.dtype} of {tensor.shape}, and belongs to no layer "
                 f"of {method} in a layout that anybit knows"
             )
-        known = name in unit_of or name in dropped or name == f"{layer_of}.bias"
-        if layer_of and not known:
+        if layer_of and name != f"{layer_of}.bias":
             raise InvalidInput(
                 f"{source}: {method} has no tensor {name!r} beside "
                 f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
@@ -380,6 +386,11 @@ def plan_conversion(
     ]
     unexpected = tuple(name for name in layers if name not in module_of and name not in others)
     kept = [name for name in dense if name not in dropped]
+    if strange := [name for name in kept if strays(found.names, name)]:
+        log.warning(
+            "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
+            source, len(strange), some(strange),
+        )  # fmt: skip
     check_fit(source, as_they_are(found.names, kept), stored, found.names.state)
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
@@ -411,6 +422,12 @@ def plan_conversion(
     )
 
 
+def strays(names: Names, tensor: str) -> bool:
+    """Whether a stored tensor is none of the model's, and nothing that its class knows to leave."""
+    found, ignored = names.in_model(tensor)[0], ignored_unexpected(names.model)
+    return found not in names.state and not ignored(tensor) and not ignored(found)
+
+
 def read_layers(
     source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
 ) -> tuple[str, dict[str, Layer]]:
@@ -418,10 +435,15 @@ def read_layers(
     method, quantization = method_of(source, config)
     found: dict[str, Layer] = reader_of(method).layers(quantization, stored, naming)
     if not found:
+        codes = [n for n, t in stored.items() if t.torch_dtype in (*PACKED, *CODES)]
         raise InvalidInput(
             f"{source}: config.json says {method}, but no tensor is named like a quantized layer's "
-            f"(there are {', '.join(list(stored)[:3])}, ...); if its weights are dense, remove "
-            "quantization_config from config.json"
+            f"(there are {', '.join((codes or [*stored])[:3])}, ...); "
+            + (
+                "its codes have a layout that anybit does not know: quantize the unquantized model"
+                if codes
+                else "if its weights are dense, remove quantization_config from config.json"
+            )
         )
     return method, found
 
