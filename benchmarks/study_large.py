@@ -63,7 +63,7 @@ def main() -> None:
     texts = [prose(held_out=True), [text for _, text in held_out_text()]]
     windows = [w for t in texts for w in spaced(tokenizer, t, args.windows // 2, args.window)]
     dense = reference(args.model, windows)
-    only = [tuple(pair.rsplit("/", 1)) for pair in args.only or ()]
+    only = [tuple(pair.split("/", 1)) for pair in args.only or ()]
     for spec, method in only or cases("large"):
         have = args.out.exists() and list(csv.DictReader(args.out.open()))
         if have and any((row["spec"], row["method"]) == (spec, method) for row in have):

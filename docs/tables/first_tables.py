@@ -45,6 +45,7 @@ QWEN3_32B = llama(5120, 64, 25600, 64, words=151936)
 
 def tables() -> dict[str, str]:
     return {
+        "large": large(),
         "first": first(),
         "beside": beside(),
         "speed": speed(),
@@ -53,7 +54,25 @@ def tables() -> dict[str, str]:
     }
 
 
-# Quality: one published model, whose file is in 4 bits.
+# Quality: two published models, whose files are in 4 bits.
+
+LARGE = [  # what to take, best first: format, quantizer of the study
+    ("int8", "rtn"), ("fp:e2m3", "rtn"), ("int4:group=64,zero", "gptq/mixed"),
+    ("int4:group=64,zero", "hqq"), ("int4:group=64,zero", "rtn"), ("liquid@int8", "rtn"),
+    ("int4:group=128", "rtn"), ("int3:group=64,zero", "gptq/mixed"), ("int3:group=64,zero", "rtn"),
+]  # fmt: skip
+
+
+def large() -> str:
+    """A model of billions of weights, on a CPU."""
+    rows = {(row["spec"], row["method"]): row for row in read("study_qwen2.5-coder-1.5b")}
+    out = []
+    for spec, method in LARGE:
+        if row := rows.get((spec, method)):
+            quantizer = "rounded" if method == "rtn" else f"`{method.partition('/')[0]}`"
+            sizes = [f"{float(row['bits']):.2f}", f"{float(row['gb']):.2f}"]
+            out.append([f"`{spec}`", quantizer, *sizes, loss(row), f"{float(row['kl']):.4f}"])
+    return markdown(["format", "quantizer", "bits", "GB", "loss, nats", "KL"], out, words=2)
 
 
 def published(spec: str, method: str) -> Row | None:
@@ -66,16 +85,12 @@ def published(spec: str, method: str) -> Row | None:
     return min(rows, key=lambda row: row["tokens"] != TEXT, default=None)
 
 
-# What to take, best first: format, quantizer of the study, the command's words for it.
+# What calibration makes of a small model: format, quantizer of the study, the command's words.
 FIRST = [
-    ("int8", "rtn", ""),
-    ("fp:e2m3", "rtn", ""),
-    ("fp:e2m3", "gptq", "`gptq`"),
     ("fp:e2m3", "gptq-gradients+pv", "`gptq+gradients`, `refine`"),
-    ("trellis:bits=4,rotate=kn", "gptq", "`gptq`"),
     ("trellis:bits=4,rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
+    ("int4:group=64,zero", "rtn", ""),
     ("int4:group=64,zero", "gptq", "`gptq`"),
-    ("liquid@int8", "smooth+gptq", "`smooth+gptq`"),
     ("trellis:bits=3,rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
     ("trellis:rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
 ]
