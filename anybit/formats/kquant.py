@@ -276,6 +276,10 @@ class KQuant(Format):
     def _spec_parts(self) -> tuple[str, list[str]]:
         return self.name, self._options(skip=("name",))
 
+    @property
+    def has_group_option(self) -> bool:
+        return not KINDS[self.name].steps
+
     @classmethod
     def from_spec(cls, name: str, args: list[str]) -> "KQuant":
         named = ("name", "columns") if KINDS[name].steps else ("name",)
