@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
 # Others wait while masks are computed. One may take so long, and all that take longer together only
-# some seconds more than that in each step.
-SECONDS, MASK = 1.0, 5e-3
+# some seconds more than that in all steps.
+SECONDS, MASK = 0.25, 5e-3
 # Texts that copy a compiled grammar share its lock. So one that takes no more seconds to compile is
 # compiled again for every few, up to twice for each thread that computes masks.
 QUICK, TEXTS, THREADS = 0.01, 4, min(16, cores())
@@ -56,10 +56,10 @@ class Structured:
     options for more. What cannot be enforced is refused, but for annotations, among which are
     `uniqueItems` and formats that JSON Schema does not have (`binary`). Where objects are merged
     (`allOf`) or `patternProperties` leaves further keys free, one with escapes may stand for a
-    declared one. regex: what the whole text
-    matches, in the syntax of Rust's `regex`. choice: strings, of which the text is one. grammar:
-    Lark as llguidance reads it, or GBNF (rules with `::=`). think: tokens that open and close
-    thoughts; what stands between them is free. thinking: whether the prompt has opened them.
+    declared one. regex: what the whole text matches, in the syntax of Rust's `regex`. choice:
+    strings, of which the text is one. grammar: Lark as llguidance reads it, or GBNF (rules with
+    `::=`). think: tokens that open and close thoughts; what stands between them is free. thinking:
+    whether the prompt has opened them.
     """
 
     json: dict[str, Any] | str | bool | None = None

@@ -25,6 +25,8 @@ def compare(suite: str, results: dict[str, tuple[bool, Any]]) -> None:
     failed = {name: said for name, (passed, said) in results.items() if not passed}
     print(f"{suite}: {len(results) - len(failed)} of {len(results)} cases pass")
     known = EXPECTED[suite]
+    for name in failed:
+        print(f"  {name}: {known.get(name, 'fails, and is not in expected.toml')}")
     assert not {name: said for name, said in failed.items() if name not in known}
     assert set(known) <= set(failed), "expected.toml lists cases that pass, or are no more"
 
