@@ -34,7 +34,7 @@ from anybit import GPTQ, HQQ, RTN, Calibration, QuantLinear, Smooth
 from anybit.evaluate.corpus import calibration_text, held_out_text, prose
 from anybit.evaluate.perplexity import COLUMNS, Tokens, mean_and_error, measure
 from anybit.kernels.between import seen_by
-from anybit.kernels.kv.cache import LayerCache, token_bytes
+from anybit.kernels.kv.cache import LayerCache, rms_of_heads, token_bytes
 from anybit.kernels.kv.format import KvFormat
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.kernels.registry import BACKENDS
@@ -178,26 +178,31 @@ def quantized(
 class Through(DynamicCache):
     """K and V as a cache of anybit returns them."""
 
-    def __init__(self, format: KvFormat):
+    def __init__(self, formats: list[KvFormat]):
         super().__init__()
-        self.format = format
+        self.formats = formats
 
-    def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
         batch, heads, size, dim = k.shape
-        cache = LayerCache.empty(batch, heads, size, dim, self.format, k.device)
+        cache = LayerCache.empty(batch, heads, size, dim, self.formats[layer], k.device)
         rows = (x.transpose(1, 2).reshape(-1, heads, dim) for x in (k, v))
         cache.store(*rows, torch.arange(batch * size))
         k, v = cache.load(torch.arange(batch)[:, None], torch.float32)
-        return self.format.k.turn(k), v  # a rotation that is its own inverse
+        return cache.format.k.turn(k), v  # a rotation that is its own inverse
 
 
 def cached(folder: Path, name: str) -> tuple[Any, float, float]:
     """The model as it is with a KV cache, and bits a number of that, scales included."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     dim, nbytes = model.config.head_dim, sum(p.nbytes for p in model.parameters())
+    formats = list[KvFormat]()
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias
+        largest = 0.0 if bias is None else rms_of_heads(bias, dim)
+        formats.append(KV_FORMATS[name].with_bias(largest, torch.bfloat16))
     model = running(model)
-    bits = 4 * token_bytes(dim, KV_FORMATS[name]) / dim
-    return lambda ids: model(ids, past_key_values=Through(KV_FORMATS[name])), bits, nbytes / 1e9
+    bits = sum(4 * token_bytes(dim, format) / dim for format in formats) / len(formats)
+    return lambda ids: model(ids, past_key_values=Through(formats)), bits, nbytes / 1e9
 
 
 def quantizer(name: str, kind: str, samples: int, tokenizer: Any) -> Any:

@@ -54,10 +54,10 @@ def kv_format(loaded: Loaded, asked: str) -> KvFormat:
 def cost_of(kv: KvFormat, loaded: Loaded) -> str:
     """What a cache costs, in words; "" where that is too little to speak of."""
     heads = [] if isinstance(loaded.model, Generator) else loaded.model.heads
-    kept = sum(kv.with_bias(each.bias) is not kv for each in heads)
-    if not kept:
+    kept = sum(each.format(kv) != kv for each in heads)
+    if not kept or not kv.loss:
         return kv.loss
-    return f"{kv.loss}; {kept} of {len(heads)} layers keep K in 8 bits, since its bias is large"
+    return f"{kv.loss}; {kept} of {len(heads)} layers, whose K has a large bias, get more bits"
 
 
 def assemble(loaded: Loaded, small: Loaded | None, kv: KvFormat, config: EngineConfig) -> Engine:

@@ -200,7 +200,7 @@ class Attention(AttentionImpl[Step]):
         self.format.check(head_size)
         if self.format.loss:
             logger.warning_once("%s: %s", kv_cache_dtype, self.format.loss)
-        if self.format.biased is not None:  # pages of all layers are equal
+        if self.format.finer is not None:  # pages of all layers are equal
             logger.warning_once(
                 "%s: models whose K has a large bias (Qwen2.5) write nonsense; use anybit_k8v4",
                 kv_cache_dtype,

@@ -13,6 +13,7 @@ from anybit.kernels.kv import int4
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.format import KvFormat, Numbers
 from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.kv.int8 import Int8
 from tests.engine.conftest import prompts, random_model
 
 Checkpoint = Callable[[str], Path]
@@ -110,12 +111,17 @@ def test_what_loses_much_says_so(checkpoint: Checkpoint, caplog: pytest.LogCaptu
     assert "nats a token" in caplog.messages[0]
 
 
-def test_k_with_a_large_bias_has_8_bits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Codes of 4 bits would have the bias's range, and K would be lost in a step of them."""
+@pytest.mark.parametrize(("kv", "bias", "kinds"), [
+    ("int4", 30, ("dynamic", "int4")), ("int4", 300, ("model", "model")),
+    ("k8v4", 300, ("model", "model")), ("int8", 300, ("model", "model")),
+])  # fmt: skip
+def test_k_with_a_large_bias_has_more_bits(
+    kv: str, bias: float, kinds: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Codes would have the bias's range, and what differs between tokens would be lost."""
     model = random_model("qwen2", {})
-    model.model.layers[0].self_attn.k_proj.bias.data[1] = 300
+    model.model.layers[0].self_attn.k_proj.bias.data[1] = bias
     model.save_pretrained(tmp_path)
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=20)
 
@@ -129,12 +135,15 @@ def test_k_with_a_large_bias_has_8_bits(
         return max(abs(p - b[t]) for a, b in pairs for t, p in a.items() if t in b)
 
     _, exact = told("model")
-    llm, found = told("int4")
-    assert [c.kinds for c in llm.engine.runner.states] == [("dynamic", "int4"), ("int4", "int4")]
-    assert "1 of 2 layers keep K in 8 bits" in caplog.messages[0]
-    monkeypatch.setattr("anybit.kernels.kv.format.LARGE", 1e9)
-    llm, lost = told("int4")
-    assert {c.kinds for c in llm.engine.runner.states} == {("int4", "int4")}
+    llm, found = told(kv)
+    first, second = (cache.kinds for cache in llm.engine.runner.states)
+    assert first == kinds
+    assert second == (KV_FORMATS[kv].k.kind, KV_FORMATS[kv].v.kind)
+    assert ["1 of 2 layers" in text for text in caplog.messages] == [True] * (kv == "int4")
+    for numbers in (int4.Int4, Int8):
+        monkeypatch.setattr(numbers, "most_bias", 1e9)
+    llm, lost = told(kv)
+    assert {cache.kinds for cache in llm.engine.runner.states} == {second}
     assert error(found) < error(lost) / 2
 
 

@@ -10,7 +10,7 @@ from anybit.engine.weights import Weights
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import Unturned, finished, of, rms_norm
-from anybit.kernels.kv.cache import Heads, LayerCache
+from anybit.kernels.kv.cache import Heads, LayerCache, rms_of_heads
 
 
 class Attention(Mixer):
@@ -60,7 +60,7 @@ class Attention(Mixer):
         self.scores = Scores(dim**-0.5 if scale is None else scale, window, softcap, own)
         self.gathers, self.gated = softcap is not None, gated  # kernels have no soft caps
         self.columns: Tensor | None = None  # of the projections' outputs, where they move
-        self.device = weights.device
+        self.device, self.dtype = weights.device, weights.dtype
         rows = [(1 + gated) * heads * dim, kv_heads * dim, kv_heads * dim]
         rows = rows if len(names) > 1 else [sum(rows)]
         merged = [f"{name}.{part}" for part in names]
@@ -80,8 +80,7 @@ class Attention(Mixer):
         if bias and weights.device.type != "meta":
             parts = zip(merged, rows, strict=True)
             whole = torch.cat([weights.tensor(f"{part}.bias", (n,)) for part, n in parts])
-            own = whole[-2 * kv_heads * dim : -kv_heads * dim].float().view(kv_heads, dim)
-            self.k_bias = float(own.square().mean(1).max().sqrt())
+            self.k_bias = rms_of_heads(whole[-2 * kv_heads * dim : -kv_heads * dim], dim)
 
     @property
     def last(self) -> nn.Module:
@@ -89,7 +88,7 @@ class Attention(Mixer):
 
     @property
     def memory(self) -> Heads:
-        return Heads(self.kv_heads, self.dim, self.scales, self.k_bias)
+        return Heads(self.kv_heads, self.dim, self.scales, self.k_bias, self.dtype)
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch

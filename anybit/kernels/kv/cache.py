@@ -16,20 +16,30 @@ class Heads(NamedTuple):
     """K and V of every token.
 
     scales: Static ones (kv_heads, dim) of both, if there are any. bias: of K, the root mean square
-        in the head where that is largest.
+        in the head where that is largest. dtype: the model's.
     """
 
     kv_heads: int
     dim: int
     scales: tuple[Tensor, Tensor] | None = None
     bias: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    def format(self, kv: KvFormat) -> KvFormat:
+        """How such K and V are kept in a cache of a format."""
+        return kv.of_layer(self.scales).with_bias(self.bias, self.dtype)
 
     def empty(self, room: Room) -> "LayerCache":
         room.kv.check(self.dim)
-        format = room.kv.with_bias(self.bias)
         return LayerCache.empty(
-            room.blocks, self.kv_heads, room.block_size, self.dim, format, room.device, self.scales
-        )
+            room.blocks, self.kv_heads, room.block_size, self.dim, self.format(room.kv),
+            room.device, self.scales,
+        )  # fmt: skip
+
+
+def rms_of_heads(bias: Tensor, dim: int) -> float:
+    """The root mean square of K's bias (kv_heads * dim) in the head where that is largest."""
+    return float(bias.detach().float().view(-1, dim).square().mean(1).max().sqrt())
 
 
 class LayerCache:

@@ -11,9 +11,6 @@ from torch import Tensor
 from anybit.errors import Unsupported
 
 ALIGNED = 64  # bytes, as torch has it
-# Root mean square of K's bias in a head: of Qwen2.5-Coder-1.5B's 28 layers four have 6 to 80, which
-# coarse codes mistake for the range of K; the others have up to 2.2.
-LARGE = 4.0
 
 
 class Numbers:
@@ -30,12 +27,16 @@ class Numbers:
         side_by_side: Whether a GPU's kernels want V's tokens side by side: a matrix unit sums over
             tokens, and takes bytes that it sums side by side.
         static: Whether scales belong to channels and were known before.
+        most_bias: Of K, root mean square of a head. A larger one, the same in all tokens, takes so
+            much of the codes' range that little is left of what differs. Qwen2.5-Coder-1.5B's 28
+            layers have 80, 15, 7, 6, and up to 2.2.
     """
 
     packs: ClassVar[int] = 1
     kind: ClassVar[str | None] = "model"
     side_by_side: ClassVar[bool] = False
     static: ClassVar[bool] = False
+    most_bias: ClassVar[float] = math.inf
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -87,7 +88,7 @@ class KvFormat:
         v: Of V.
         widest: Channels of a head at most; None: any.
         loss: What it costs published models; "" where that is too little to speak of.
-        biased: Of K in layers whose K has a bias above `LARGE`; None: as in all others.
+        finer: Of K in layers whose bias is too large for `k`; None: these keep the model's dtype.
     """
 
     name: str
@@ -95,7 +96,7 @@ class KvFormat:
     v: Numbers
     widest: int | None = None
     loss: str = ""
-    biased: Numbers | None = None
+    finer: Numbers | None = None
 
     def check(self, head_dim: int) -> None:
         """Raises Unsupported for heads that lose too much."""
@@ -116,9 +117,18 @@ class KvFormat:
             return self
         return replace(self, k=self.k.of_layer(scales[0]), v=self.v.of_layer(scales[1]))
 
-    def with_bias(self, bias: float) -> "KvFormat":
-        """The same in a layer whose K has such a bias, root mean square of a head."""
-        return self if self.biased is None or bias <= LARGE else replace(self, k=self.biased)
+    def with_bias(self, bias: float, dtype: torch.dtype) -> "KvFormat":
+        """The same in a layer whose K has such a bias, root mean square of a head.
+
+        Args:
+            bias: Of the head where it is largest.
+            dtype: The model's.
+        """
+        if bias <= self.k.most_bias:
+            return self
+        if self.finer is not None and bias <= self.finer.most_bias:
+            return replace(self, k=self.finer)
+        return plain(dtype)
 
 
 def plain(dtype: torch.dtype) -> KvFormat:

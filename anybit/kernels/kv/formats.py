@@ -15,7 +15,7 @@ KV_FORMATS: dict[str, KvFormat] = {
         KvFormat("int8", Int8(), Int8()),
         KvFormat("k8v4", Int8(), Int4(32)),
         KvFormat(
-            "int4", Int4(64, rotated=True), Int4(64), widest=128, loss=LOSS_OF_INT4, biased=Int8()
+            "int4", Int4(64, rotated=True), Int4(64), widest=128, loss=LOSS_OF_INT4, finer=Int8()
         ),
     )
 }

@@ -8,7 +8,7 @@ have them; a group lies in one half.
 Some channels of K are far larger than others in most models. So K is rotated by a Hadamard matrix
 first, which spreads them over many channels; products with a query that is rotated, too, stay
 the same. V has no such channels and is left as it is. A large bias of K, the same in all tokens,
-takes the codes' range all the same: such layers keep K in 8 bits (`KvFormat.with_bias`).
+takes the codes' range all the same: such layers get more bits (`KvFormat.with_bias`).
 """
 
 import torch
@@ -24,7 +24,7 @@ LEAST_SCALE = 2.0**-24
 class Int4(Numbers):
     """Codes of 4 bits. group: channels that share a scale, at most; rotated: as K is."""
 
-    packs, kind, side_by_side = 2, "int4", True
+    packs, kind, side_by_side, most_bias = 2, "int4", True, 4.0
 
     def __init__(self, group: int, rotated: bool = False) -> None:
         super().__init__(torch.uint8)

@@ -13,7 +13,7 @@ LEAST_SCALE = 1e-10
 class Int8(Numbers):
     """A scale in fp32 for each token and head."""
 
-    kind, side_by_side = "dynamic", True
+    kind, side_by_side, most_bias = "dynamic", True, 10.0
 
     def __init__(self) -> None:
         super().__init__(torch.int8)
