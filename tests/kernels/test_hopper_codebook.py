@@ -18,7 +18,7 @@ from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import cells, cubin, jit
-from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cells_of, dense, pack
+from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cut, dense, pack
 from anybit.kernels.hopper import backend, build, codebook_linear
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.codebook_tiles import (
@@ -46,12 +46,6 @@ NAMES = {HALF: "float16", BRAIN: "bfloat16"}
 
 def codebook(v: int, m: int, group: int = 128) -> Codebook:
     return Codebook(m=m, v=v, group=group)
-
-
-def cut(fmt: Codebook) -> Cells:
-    cells = cells_of(fmt)
-    assert isinstance(cells, Cells)
-    return cells
 
 
 def random_packed(fmt: Codebook, n: int, k: int, book: Tensor | None = None) -> Packed:

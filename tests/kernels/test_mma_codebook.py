@@ -17,7 +17,7 @@ from anybit.core.packed import Packed
 from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import jit, products
-from anybit.kernels.cute.cells import Cells, cells_of, pack
+from anybit.kernels.cute.cells import cut, pack, prepare
 from anybit.kernels.mma import codebook_linear, codebook_selftest, selftest
 from anybit.kernels.mma import codebook_tiles as tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel, CodebookTile
@@ -35,12 +35,6 @@ needs_dsl = pytest.mark.skipif(
 HALF, BRAIN = torch.float16, torch.bfloat16
 NAMES = {HALF: "float16", BRAIN: "bfloat16"}
 VARIANTS = [(4, 1), (8, 2), (8, 1), (16, 3), (8, 4), (16, 1)]  # v, m; b = 8
-
-
-def cut(fmt: Codebook) -> Cells:
-    cells = cells_of(fmt)
-    assert isinstance(cells, Cells)
-    return cells
 
 
 def random_packed(fmt: Codebook, n: int, k: int) -> Packed:
@@ -283,7 +277,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         codebook_linear, "loaded", lambda kernel, device: SimpleNamespace(launch=launch)
     )
     packed = random_packed(Codebook(m=1, v=4, group=128), 64, 14336)
-    prepared = codebook_linear.prepare(packed, None)
+    prepared = prepare(packed, None)
     bias = torch.zeros(64)
     y = codebook_linear.linear(torch.zeros(19, 14336, dtype=BRAIN), prepared, bias)
     codebook_linear.multiply(torch.zeros(1, 14336).half(), prepared, None, launch=(4, 1))

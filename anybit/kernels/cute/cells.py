@@ -17,6 +17,7 @@ are repeated where a group ends inside a block. Codes of fewer than 8 bits are b
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ class Cells:
         return CELL * self.m + 2 * ROWS * self.groups
 
 
+@cache
+def takes(fmt: Format) -> bool:
+    """Whether a format's values are rows of a table, and it has no decoder."""
+    return fmt.hopper_decode is None and any(entry.table for entry in fmt.entries().values())
+
+
 def cells_of(fmt: Format) -> Cells | str:
     """How a format with a `lookup` is cut into cells, or the reason why it cannot be."""
     if fmt.lookup is None:
@@ -63,6 +70,14 @@ def cells_of(fmt: Format) -> Cells | str:
         return f"{fmt.spec}: codebooks have vectors of 4, 8 or 16 weights here, not of {fmt.width}"
     columns = VECTORS * fmt.width
     return Cells(fmt.books, fmt.width, columns // math.gcd(fmt.group, columns))
+
+
+def cut(fmt: Format) -> Cells:
+    """How a format that is not refused is cut into cells."""
+    cells = cells_of(fmt)
+    if isinstance(cells, str):
+        raise InvalidInput(cells)
+    return cells
 
 
 def refuse(layer: LayerSpec) -> str | None:
@@ -95,10 +110,9 @@ def dense(prepared: Prepared, dtype: torch.dtype) -> Tensor:
     """The weight (N, K)."""
     from anybit.kernels.triton.cells import decode
 
-    cells = cells_of(prepared.format)
-    assert isinstance(cells, Cells)
     blocks, row_scale, *books = prepared.layout
-    return decode(blocks, row_scale, books[dtype == torch.bfloat16], prepared.shape, cells.groups)
+    groups = cut(prepared.format).groups
+    return decode(blocks, row_scale, books[dtype == torch.bfloat16], prepared.shape, groups)
 
 
 def multiply_decoded(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -128,9 +142,7 @@ def pack(packed: Packed) -> list[Tensor]:
     with v numbers is never larger than they are, and does not overflow their dtype. Rows past N are
     zeros, as the tiles of `lookup.py` want them, and so are the scales of columns past K.
     """
-    cells = cells_of(packed.format)
-    if isinstance(cells, str):
-        raise InvalidInput(cells)
+    cells = cut(packed.format)
     assert packed.format.lookup is not None
     n, k = packed.shape
     book = packed.grid[packed.format.lookup].float()

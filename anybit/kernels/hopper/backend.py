@@ -6,7 +6,7 @@ it where the DSL is installed.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -23,6 +23,7 @@ from anybit.kernels.backend import (
     refuse_dtype,
     refuse_vendor,
 )
+from anybit.kernels.cute import cells
 from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES
 from anybit.kernels.hopper import codebook_linear, scalar_linear
@@ -30,11 +31,9 @@ from anybit.kernels.hopper import codebook_linear, scalar_linear
 joins = True  # see `Backend.linear`
 
 
-@cache
 def family(fmt: Format) -> ModuleType:
     """The kernels for a format."""
-    tables = any(entry.table for entry in fmt.entries().values())
-    return codebook_linear if tables and fmt.hopper_decode is None else scalar_linear
+    return codebook_linear if cells.takes(fmt) else scalar_linear
 
 
 def refuse(layer: LayerSpec) -> str | None:

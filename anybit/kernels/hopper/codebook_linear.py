@@ -19,7 +19,7 @@ from anybit.kernels.cute import products
 from anybit.kernels.cute.cells import (
     ROWS,
     Cells,
-    cells_of,
+    cut,
     multiply_decoded,
     refuse,
     refuse_dense,
@@ -45,8 +45,7 @@ from anybit.kernels.hopper.tiles import MAX_SHARED
 def refuse_format(layer: LayerSpec) -> str | None:
     if reason := refuse(layer):
         return reason
-    cells = cells_of(layer.format)
-    assert isinstance(cells, Cells)
+    cells = cut(layer.format)
     if None in plans(cells, layer.shape):
         k = layer.shape[1]
         return f"{layer.format.spec}: its tables do not fit into shared memory for K={k}"
@@ -56,8 +55,7 @@ def refuse_format(layer: LayerSpec) -> str | None:
 def refuse_kernels(layer: LayerSpec) -> str | None:
     if reason := refuse_dense():
         return reason
-    cells = cells_of(layer.format)
-    assert isinstance(cells, Cells)
+    cells = cut(layer.format)
     if None in plans(cells, layer.shape, chip_of(layer.device)):
         k = layer.shape[1]
         return f"{layer.format.spec}: K={k} wants more multiprocessors at once than this GPU has"
@@ -66,8 +64,7 @@ def refuse_kernels(layer: LayerSpec) -> str | None:
 
 def kernels_of(layer: LayerSpec) -> list[KernelSpec]:
     """All that may multiply a layer."""
-    cells = cells_of(layer.format)
-    assert isinstance(cells, Cells)
+    cells = cut(layer.format)
     here = plans(cells, layer.shape, chip_of(layer.device))
     return [*(plan.kernel for plan in here if plan), *lookup_kernels(cells)]
 

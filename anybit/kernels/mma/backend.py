@@ -21,7 +21,7 @@ from anybit.kernels.backend import (
     refuse_dtype,
     refuse_vendor,
 )
-from anybit.kernels.cute import operands
+from anybit.kernels.cute import cells, operands
 from anybit.kernels.cute.jit import missing_kernels
 from anybit.kernels.cute.launch import loaded
 from anybit.kernels.mma import codebook_linear as codebooks
@@ -35,9 +35,11 @@ joins = True  # see `Backend.linear`
 
 
 def refuse(layer: LayerSpec) -> str | None:
-    books = codebooks.takes(layer.format)
-    refuse_format = codebooks.refuse_format if books else operands.refuse_format
+    books = cells.takes(layer.format)
+    refuse_format = cells.refuse if books else operands.refuse_format
     if reason := refuse_vendor() or refuse_dtype(layer.dtype) or refuse_format(layer):
+        return reason
+    if books and (reason := cells.refuse_dense()):
         return reason
     for dtype in () if books else operands.NAMES if layer.dtype is None else [layer.dtype]:
         operand = getattr(torch, operands.operand_of(layer.activation, dtype))
@@ -70,7 +72,7 @@ def prepare(
     decoded: bool = False,
 ) -> Prepared:
     """See `operands.prepare` and `cells.prepare`."""
-    make = codebooks.prepare if codebooks.takes(packed.format) else operands.prepare
+    make = cells.prepare if cells.takes(packed.format) else operands.prepare
     return make(packed, activation, dtype)
 
 
@@ -83,7 +85,7 @@ def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
     """See `backend.Tunable`; each codebook has one kernel."""
-    return {} if codebooks.takes(prepared.format) else products.candidates(x, prepared)
+    return {} if cells.takes(prepared.format) else products.candidates(x, prepared)
 
 
 def takes_experts(layer: LayerSpec) -> bool:
@@ -113,5 +115,5 @@ def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N)."""
     check_half(x, "mma")
-    family = codebooks if codebooks.takes(prepared.format) else products
+    family = codebooks if cells.takes(prepared.format) else products
     return family.linear(x, prepared, bias)

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.core.packed import Packed
 from anybit.errors import Unsupported
 from anybit.kernels.backend import Activations, LayerSpec, Prepared
-from anybit.kernels.cute import cells as layout
 from anybit.kernels.cute import products
-from anybit.kernels.cute.cells import ROWS, Cells, cells_of, multiply_decoded
+from anybit.kernels.cute.cells import ROWS, cut, multiply_decoded
 from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES, aligned
 from anybit.kernels.cute.products import CodebookLaunch, on_its_device
@@ -20,36 +18,16 @@ from anybit.kernels.mma.codebook_tiles import CodebookKernel
 from anybit.kernels.mma.tiles import Gpu, gpu_of
 
 
-@cache
-def takes(fmt: Format) -> bool:
-    """Whether a format's values are rows of a table, and it has no decoder."""
-    return fmt.hopper_decode is None and any(entry.table for entry in fmt.entries().values())
-
-
-def refuse_format(layer: LayerSpec) -> str | None:
-    """Why no kernel multiplies a layer of this format and shape, or None."""
-    return layout.refuse(layer) or layout.refuse_dense()
-
-
-def prepare(packed: Packed, activation: str | None, dtype: torch.dtype | None = None) -> Prepared:
-    """See `cells.prepare`."""
-    return layout.prepare(packed, activation, dtype)
-
-
 def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[CodebookKernel]:
     """The kernel that a layer may launch; none where it does not fit."""
-    cells = cells_of(layer.format)
-    assert isinstance(cells, Cells)
-    kernel = codebook_tiles.kernel_for(cells, gpu, NAMES[dtype])
+    kernel = codebook_tiles.kernel_for(cut(layer.format), gpu, NAMES[dtype])
     return [kernel] if kernel else []
 
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
     assert isinstance(x, Tensor)
-    cells = cells_of(prepared.format)
-    assert isinstance(cells, Cells)
-    if codebook_tiles.decodes(cells, len(x)):
+    if codebook_tiles.decodes(cut(prepared.format), len(x)):
         return multiply_decoded(x, prepared, bias)
     return multiply(aligned(x), prepared, bias)
 
@@ -86,9 +64,8 @@ def multiply(
 @cache
 def chosen(fmt: Format, dtype: torch.dtype, device: torch.device) -> CodebookKernel:
     """The kernel by the rule."""
-    cells, gpu = cells_of(fmt), gpu_of(device)
-    assert isinstance(cells, Cells)
-    kernel = codebook_tiles.kernel_for(cells, gpu, NAMES[dtype])
+    gpu = gpu_of(device)
+    kernel = codebook_tiles.kernel_for(cut(fmt), gpu, NAMES[dtype])
     if kernel is None:
         raise Unsupported(f"{fmt.spec}: no mma kernel fits this GPU: {gpu}")
     return kernel

@@ -24,7 +24,7 @@ from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.files.directory import write_json
 from anybit.kernels.backend import LayerSpec
-from anybit.kernels.cute import operands
+from anybit.kernels.cute import cells, operands
 from anybit.kernels.cute.driver import driver_version
 from anybit.kernels.cute.jit import kernel_file, kernel_folder
 from anybit.kernels.mma import codebook_linear, codebook_selftest, linear, tiles
@@ -41,7 +41,7 @@ def kernels_of(
     layer: LayerSpec, dtype: torch.dtype, gpu: Gpu, experts: bool = False
 ) -> Sequence[Kernel | CodebookKernel]:
     """Every kernel that a layer, or many as experts, may launch; none where one does not fit."""
-    if codebook_linear.takes(layer.format):
+    if cells.takes(layer.format):
         return codebook_linear.kernels_of(layer, dtype, gpu)
     operand = getattr(torch, operands.operand_of(layer.activation, dtype))
     decoder = operands.decoder_for(layer.format, operand)
