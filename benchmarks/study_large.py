@@ -182,13 +182,13 @@ class Through(DynamicCache):
         super().__init__()
         self.formats = formats
 
-    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         batch, heads, size, dim = k.shape
         cache = LayerCache.empty(batch, heads, size, dim, self.formats[layer], k.device)
         rows = (x.transpose(1, 2).reshape(-1, heads, dim) for x in (k, v))
         cache.store(*rows, torch.arange(batch * size))
         k, v = cache.load(torch.arange(batch)[:, None], torch.float32)
-        return cache.format.k.turn(k), v  # a rotation that is its own inverse
+        return cache.format.k.turn(k).float(), v.float()  # a rotation that is its own inverse
 
 
 def cached(folder: Path, name: str) -> tuple[Any, float, float]:
