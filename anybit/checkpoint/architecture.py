@@ -19,16 +19,41 @@ from anybit.files.safetensors import WEIGHTS, Stored, stored_tensors
 from anybit.nn.tied import untie
 
 LAYERS = (
-    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
-    "num_encoder_layers", "num_decoder_layers", "depth",
-)  # fmt: skip
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "depth",
+)
 WIDTHS = (
-    "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "d_model", "d_ff", "d_kv", "n_embd", "n_head", "n_inner", "num_heads",
-    "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "kv_lora_rank", "q_lora_rank",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "d_model",
+    "d_ff",
+    "d_kv",
+    "n_embd",
+    "n_head",
+    "n_inner",
+    "num_heads",
+    "moe_intermediate_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "kv_lora_rank",
+    "q_lora_rank",
     # Not numbers of tensors: some lie in one, and dense models may state experts they do not have.
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
-)  # fmt: skip
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
 ADAPTER = "adapter_config.json"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 MOST_POSITIONS = 1 << 31
@@ -103,8 +128,10 @@ def dense_config(source: Path) -> dict[str, Any]:
         raise quantized_already(source, stated)
     log.warning(
         "%s: config.json says that the model is quantized, with %s; its weights are dense, so that "
-        "does not count", source, stated.get("quant_method", "an unknown method"),
-    )  # fmt: skip
+        "does not count",
+        source,
+        stated.get("quant_method", "an unknown method"),
+    )
     return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
 
 

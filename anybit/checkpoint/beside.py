@@ -59,8 +59,12 @@ class Beside:
         if found and type(model) is not kind and model.get_output_embeddings() is None:
             log.warning(
                 "%s: %d tensors that no %s has are not saved with a %s: %s",
-                self.source, len(found), kind.__name__, type(model).__name__, some([*found]),
-            )  # fmt: skip
+                self.source,
+                len(found),
+                kind.__name__,
+                type(model).__name__,
+                some([*found]),
+            )
             return
         over = os.path.realpath(self.source) == os.path.realpath(out)
         self.tensors = {n: t.read() for n, t in found.items()} if over else found

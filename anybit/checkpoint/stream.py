@@ -275,8 +275,10 @@ def plan_quantization(
     if found.unexpected:
         log.warning(
             "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
-            source, len(found.unexpected), some(list(found.unexpected)),
-        )  # fmt: skip
+            source,
+            len(found.unexpected),
+            some(list(found.unexpected)),
+        )
     stored, where = dict(found.stored), {name: key for key, name in found.names.items()}
     words, schemes = embedding_layers(model), {}
     shapes = dense_layers(model) | words

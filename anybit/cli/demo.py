@@ -35,9 +35,21 @@ from anybit.nn.plan import resolve
 from anybit.progress import Progress, progress
 
 FORMATS = (
-    "int8", "int4", "int3", "int2", "fp6", "fp5", "fp4", "liquid", "sparse", "codebook:m=1,v=4",
-    "codebook:m=2,v=8", "int4:group=64,zero", "int3:group=64,zero", "int2:group=64,zero",
-)  # fmt: skip
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "fp6",
+    "fp5",
+    "fp4",
+    "liquid",
+    "sparse",
+    "codebook:m=1,v=4",
+    "codebook:m=2,v=8",
+    "int4:group=64,zero",
+    "int3:group=64,zero",
+    "int2:group=64,zero",
+)
 TOKENS = 16384
 SAVED = "fp6"  # the format of the checkpoint that is kept
 WRITTEN = 20  # tokens of the example
@@ -169,9 +181,15 @@ def measure(
     assert got.kl is not None
     assert got.agreement is not None
     return Row(
-        name, bits, size, got.perplexity, got.perplexity_error, got.kl, got.agreement,
+        name,
+        bits,
+        size,
+        got.perplexity,
+        got.perplexity_error,
+        got.kl,
+        got.agreement,
         tokenizer.decode(tokens, skip_special_tokens=True),
-    )  # fmt: skip
+    )
 
 
 def stored(model: Any, beginning: list[int]) -> tuple[int, list[int]]:

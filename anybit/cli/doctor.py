@@ -21,9 +21,15 @@ from anybit.kernels.processor import processor
 from anybit.measure.report import version
 
 PACKAGES = (
-    "anybit", "torch", "transformers", "safetensors", "numpy", "triton", "nvidia-cutlass-dsl",
+    "anybit",
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "triton",
+    "nvidia-cutlass-dsl",
     "llvmlite",
-)  # fmt: skip
+)
 SHAPE = (4096, 4096)
 ROTATE = (
     "Every format also has the option rotate=k or rotate=kn: the layer's inputs, or inputs and "

@@ -168,9 +168,15 @@ def label(axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
         for dx, dy, align in places:
             line = {"arrowstyle": "-", "color": "#999999", "lw": 0.7} if abs(dy) > 20 else None
             text = axes.annotate(
-                name, (x, y), (dx, dy), textcoords="offset points", ha=align, va="center",
-                arrowprops=line, fontsize=11.5,
-            )  # fmt: skip
+                name,
+                (x, y),
+                (dx, dy),
+                textcoords="offset points",
+                ha=align,
+                va="center",
+                arrowprops=line,
+                fontsize=11.5,
+            )
             text.update_positions(renderer)
             box = Text.get_window_extent(text, renderer)  # without the line
             outside = box.x1 > frame.x1 or box.x0 < frame.x0

@@ -150,9 +150,13 @@ def runner_of(model: Decoder, room: Room, config: EngineConfig) -> ModelRunner:
     """What runs the steps of a model that the engine runs itself."""
     tokens = min(config.max_tokens, config.max_running * model.length)
     return ModelRunner(
-        model, room, graph_rows(config), tokens, config.deterministic,
+        model,
+        room,
+        graph_rows(config),
+        tokens,
+        config.deterministic,
         drafts=config.draft is not None,
-    )  # fmt: skip
+    )
 
 
 def graph_rows(config: EngineConfig) -> int:

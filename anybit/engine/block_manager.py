@@ -54,9 +54,13 @@ class BlockManager:
     """
 
     def __init__(
-        self, blocks: int, block_size: int, prefix_caching: bool = True, rows: int = 0,
+        self,
+        blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        rows: int = 0,
         kept: int = 0,
-    ):  # fmt: skip
+    ):
         self.count, self.block_size, self.recurrent = blocks, block_size, rows > 0
         self.prefix_caching = prefix_caching and (not rows or kept > 0)
         self.rows = list(range(rows, 0, -1))  # free ones; 0 takes what nobody reads

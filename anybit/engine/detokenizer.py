@@ -22,9 +22,13 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Decode | None, prompt: Sequence[int], stop: Sequence[str] = (),
-        include_stop: bool = False, plain: Plain | None = None,
-    ):  # fmt: skip
+        self,
+        decode: Decode | None,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        plain: Plain | None = None,
+    ):
         if stop and decode is None:
             raise InvalidInput(f"stop={list(stop)!r} needs a tokenizer, and this model has none")
         self.decode, self.include_stop = decode, include_stop

@@ -50,9 +50,15 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls all methods."""
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, length: int, eos: frozenset[int],
-        vocabulary: int, grammars: Grammars | None = None, speculation: Speculation | None = None,
-    ):  # fmt: skip
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        length: int,
+        eos: frozenset[int],
+        vocabulary: int,
+        grammars: Grammars | None = None,
+        speculation: Speculation | None = None,
+    ):
         self.runner, self.scheduler, self.length = runner, scheduler, length
         self.eos, self.vocabulary = eos, vocabulary
         self.grammars, self.speculation = grammars, speculation

@@ -37,8 +37,13 @@ SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(320, 1025
 # Tokens of a step that reads prompts: at most an eighth of it is padding.
 PROMPTS = (16, 32, 48, *range(64, 257, 32), *range(320, 513, 64), *range(640, 2049, 128))
 MOST_SINGLE = 256  # sequences with one token, and drafted tokens, beside prompts
-EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided,
-         torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided}  # fmt: skip
+EMPTY = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
 SEQUENTIAL = 512  # of them at most through recurrences, which go from token to token
 FAR = 1 << 11  # tokens of a text that shows what those before a token cost
 LONGEST = 1 << 14  # tokens of one sequence beside prompts: a single program reads all before it
@@ -227,9 +232,15 @@ class StepGraphs:
             short = min(width, LONGEST // block_size) if device.type == "cuda" else width
             single = min(MOST_SINGLE, largest)
             self.prompts = Rows(
-                prompts, single, MOST_PROMPTS, short, block_size, device, model.exact_answers,
+                prompts,
+                single,
+                MOST_PROMPTS,
+                short,
+                block_size,
+                device,
+                model.exact_answers,
                 model.recurrent,
-            )  # fmt: skip
+            )
         self.heads: dict[int, tuple[Repeated, Tensor]] = {}  # recorded, and what they read
         self.pool: Any = None
         self.captures = 0

@@ -88,10 +88,15 @@ def keep(directory: Path, found: Reading, tokenizer: Any, before: list[Any]) -> 
         path = place(directory)
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = {
-            "of": of(directory, files), "files": files, "tokenizer": name, "stored": stored,
-            "class": type(config).__name__, "declared": tagged(declared(config)),
-            "config": tagged(vars(config)), **{each: sorted(getattr(found, each)) for each in SETS},
-        }  # fmt: skip
+            "of": of(directory, files),
+            "files": files,
+            "tokenizer": name,
+            "stored": stored,
+            "class": type(config).__name__,
+            "declared": tagged(declared(config)),
+            "config": tagged(vars(config)),
+            **{each: sorted(getattr(found, each)) for each in SETS},
+        }
         write_json(path, facts)
         every = sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
         for old in every[:-MOST]:
@@ -124,9 +129,11 @@ def of(directory: Path, files: list[str]) -> list[Any]:
     sources = "".join(folder_hash(ROOM / folder) for folder in SOURCES)
     sources += (directory / "config.json").read_text(encoding="utf-8")
     return [
-        __version__, version("transformers"), hashlib.sha256(sources.encode()).hexdigest(),
+        __version__,
+        version("transformers"),
+        hashlib.sha256(sources.encode()).hexdigest(),
         [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()],
-    ]  # fmt: skip
+    ]
 
 
 def declared(config: PretrainedConfig) -> dict[str, Any]:

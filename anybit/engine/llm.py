@@ -76,9 +76,16 @@ class LLM(Language):
             }
             given = [option for option, is_given in options.items() if is_given]
             loaded = load(
-                Path(config.model), device, DTYPES.get(config.dtype), config.quantization,
-                config.length, given, config.keep, adapters, further=config.draft == "mtp",
-            )  # fmt: skip
+                Path(config.model),
+                device,
+                DTYPES.get(config.dtype),
+                config.quantization,
+                config.length,
+                given,
+                config.keep,
+                adapters,
+                further=config.draft == "mtp",
+            )
         small = load_draft(config.draft, loaded, device, config.length, config.keep)
         kv = kv_format(loaded, config.kv_cache)
         if cost := cost_of(kv, loaded):

@@ -156,9 +156,16 @@ def load(
         if known is not None:
             forget(directory)
             return load(
-                directory, device, dtype, quantization, length, cache_options, keep, adapters,
+                directory,
+                device,
+                dtype,
+                quantization,
+                length,
+                cache_options,
+                keep,
+                adapters,
                 further,
-            )  # fmt: skip
+            )
         if further:
             raise Unsupported(
                 f"{reason}, and draft='mtp' needs a model that it knows; use another draft"
@@ -170,9 +177,17 @@ def load(
         from anybit.engine import fallback  # with what transformers' models are made of
 
         model = fallback.load(
-            directory, bare or bare_model(directory), device, dtype, formats is not None,
-            quantization, length, list(cache_options), str(reason), keep,
-        )  # fmt: skip
+            directory,
+            bare or bare_model(directory),
+            device,
+            dtype,
+            formats is not None,
+            quantization,
+            length,
+            list(cache_options),
+            str(reason),
+            keep,
+        )
         layers = [m for _, m in quantized_modules(model.model) if not m.is_copy]
         quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)
         for layer in layers:

@@ -30,9 +30,16 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 OTHER = (  # options of peft's that change what an adapter computes
-    "use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "layer_replication",
-    "alora_invocation_tokens", "trainable_token_indices", "arrow_config",
-)  # fmt: skip
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+    "arrow_config",
+)
 OWN_BASE = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the model's own weights
 
 
@@ -78,9 +85,14 @@ class Adapters:
         return Adapters(self.found, made=self.made)
 
     def beside(
-        self, layer: nn.Module, names: list[str], rows: list[int], columns: int,
-        device: torch.device, dtype: torch.dtype,
-    ) -> nn.Module:  # fmt: skip
+        self,
+        layer: nn.Module,
+        names: list[str],
+        rows: list[int],
+        columns: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> nn.Module:
         """The layer with what adapters add to it.
 
         Args:
@@ -98,9 +110,13 @@ class Adapters:
         return layer if made is None else Adapted(layer, self, made)
 
     def _read(
-        self, names: list[str], rows: list[int], columns: int, device: torch.device,
+        self,
+        names: list[str],
+        rows: list[int],
+        columns: int,
+        device: torch.device,
         dtype: torch.dtype,
-    ) -> Beside | None:  # fmt: skip
+    ) -> Beside | None:
         a: list[Tensor] = []
         scales: list[Tensor] = []
         parts: list[tuple[slice, slice, Tensor]] = []

@@ -23,9 +23,13 @@ class MtpDraft(DraftModel):
     skips, keeps = 1, False
 
     def __init__(
-        self, runner: ModelRunner, vocabulary: int, blocks: BlockManager, chunk: int,
+        self,
+        runner: ModelRunner,
+        vocabulary: int,
+        blocks: BlockManager,
+        chunk: int,
         large: ModelRunner,
-    ):  # fmt: skip
+    ):
         super().__init__(runner, vocabulary, blocks, chunk)
         self.large = large
 

@@ -82,10 +82,16 @@ class Pace:
     """
 
     def __init__(
-        self, seconds: Mapping[int, float], limit: float | None,
-        plain: Mapping[int, float] | None = None, pair: float = 0.0, extra: float = 0.0,
-        least: int = 1, each: int = 1, guessed: bool = False,
-    ):  # fmt: skip
+        self,
+        seconds: Mapping[int, float],
+        limit: float | None,
+        plain: Mapping[int, float] | None = None,
+        pair: float = 0.0,
+        extra: float = 0.0,
+        least: int = 1,
+        each: int = 1,
+        guessed: bool = False,
+    ):
         self.seconds, self.limit = dict(sorted(seconds.items())), limit
         self.pair, self.extra, self.least, self.each = pair, extra, max(least, each), each
         self.first = dict(plain or {0: 0.0})

@@ -24,12 +24,19 @@ REHEARSED = (
     (3, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)),
     (3, SamplingParams(max_tokens=4, temperature=0.5, ignore_eos=True)),
     (20, SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=20, ignore_eos=True)),
-    (20, SamplingParams(
-        max_tokens=4, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5, logprobs=2,
-        ignore_eos=True,
-    )),
+    (
+        20,
+        SamplingParams(
+            max_tokens=4,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            logprobs=2,
+            ignore_eos=True,
+        ),
+    ),
     (300, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)),
-)  # fmt: skip
+)
 ALONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 

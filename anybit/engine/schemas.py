@@ -20,23 +20,56 @@ from anybit.errors import InvalidInput
 # models that have nothing to say write it for ever.
 GUIDANCE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 NOTES = frozenset(
-    ("title", "description", "$comment", "default", "example", "examples", "deprecated",
-     "readOnly", "writeOnly", "discriminator")
-)  # fmt: skip
+    (
+        "title",
+        "description",
+        "$comment",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "discriminator",
+    )
+)
 NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 SIDES = ("minimum", "maximum")
 BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": -1, "exclusiveMaximum": 1}
 # Of JSON Schema. Others are annotations, such as pydantic's `binary` and OpenAPI's `int64`.
 FORMATS = frozenset(
-    ("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
-     "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
-     "json-pointer", "relative-json-pointer", "regex")
-)  # fmt: skip
+    (
+        "date-time",
+        "date",
+        "time",
+        "duration",
+        "email",
+        "idn-email",
+        "hostname",
+        "idn-hostname",
+        "ipv4",
+        "ipv6",
+        "uri",
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    )
+)
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
-    (type(None), "null"), (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"),
-    (list | tuple, "array"), (dict, "object"),
-)  # fmt: skip
+    (type(None), "null"),
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list | tuple, "array"),
+    (dict, "object"),
+)
 # In a pattern: classes of all characters but some; those that JSON escapes in any place.
 NEGATED = re.compile(r"(?<!\\)\[\^((?:\\.|[^\]\\])+)\]")
 QUOTED = re.compile(r'"|\\\\|\\x\{?(22|5[cC])')

@@ -15,19 +15,57 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HELD_OUT: tuple[str, ...] = (
-    "argparse", "statistics", "fractions", "heapq", "textwrap", "tempfile", "configparser",
-    "ipaddress", "calendar", "plistlib", "gettext", "uuid", "selectors", "csv", "fileinput",
-    "shelve", "shlex", "graphlib", "sched", "colorsys", "html.parser", "http.cookies",
-    "logging.handlers", "tomllib._parser",
-)  # fmt: skip
+    "argparse",
+    "statistics",
+    "fractions",
+    "heapq",
+    "textwrap",
+    "tempfile",
+    "configparser",
+    "ipaddress",
+    "calendar",
+    "plistlib",
+    "gettext",
+    "uuid",
+    "selectors",
+    "csv",
+    "fileinput",
+    "shelve",
+    "shlex",
+    "graphlib",
+    "sched",
+    "colorsys",
+    "html.parser",
+    "http.cookies",
+    "logging.handlers",
+    "tomllib._parser",
+)
 """Modules for evaluation only: no model of this project is trained or calibrated on them."""
 
 CALIBRATION: tuple[str, ...] = (
-    "dataclasses", "difflib", "enum", "functools", "mailbox", "optparse", "pickle", "pprint",
-    "random", "shutil", "smtplib", "socketserver", "subprocess", "threading", "traceback",
-    "weakref", "asyncio.tasks", "email.generator", "http.client", "json.encoder", "urllib.parse",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "functools",
+    "mailbox",
+    "optparse",
+    "pickle",
+    "pprint",
+    "random",
+    "shutil",
+    "smtplib",
+    "socketserver",
+    "subprocess",
+    "threading",
+    "traceback",
+    "weakref",
+    "asyncio.tasks",
+    "email.generator",
+    "http.client",
+    "json.encoder",
+    "urllib.parse",
     "xmlrpc.client",
-)  # fmt: skip
+)
 """Modules to calibrate with; disjoint from `HELD_OUT`."""
 
 _MIN_MODULES = 12

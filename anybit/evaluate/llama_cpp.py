@@ -36,10 +36,15 @@ class LlamaCpp:
             ) from None
         threads = torch.get_num_threads()
         self.llama: Any = Llama(
-            str(path), n_ctx=LONGEST, logits_all=True, n_gpu_layers=-1, verbose=False,
+            str(path),
+            n_ctx=LONGEST,
+            logits_all=True,
+            n_gpu_layers=-1,
+            verbose=False,
             flash_attn=True,  # as its own programs do
-            n_threads=threads, n_threads_batch=threads,
-        )  # fmt: skip
+            n_threads=threads,
+            n_threads_batch=threads,
+        )
         self.device = torch.device("cpu")
         trained = next(
             (n for key, n in self.llama.metadata.items() if key.endswith(".context_length")),

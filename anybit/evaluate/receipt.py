@@ -37,8 +37,19 @@ TOLD = {  # in a card: in words
 SETTINGS = {"model", "against", "text", "tokens", "answers_only"}
 FILES = ("config.json", "*.safetensors", "tokenizer*", "*.model", "vocab.*", "merges.txt")
 # What two runs may differ in, and mean the same.
-FREE = ("receipt.versions.", "receipt.hardware.", "receipt.settings.", "thirds.", "intervals.",
-        "standard_error", "loss_error", "floor", "model", "against", "text")  # fmt: skip
+FREE = (
+    "receipt.versions.",
+    "receipt.hardware.",
+    "receipt.settings.",
+    "thirds.",
+    "intervals.",
+    "standard_error",
+    "loss_error",
+    "floor",
+    "model",
+    "against",
+    "text",
+)
 
 # Figures.
 

@@ -3,19 +3,48 @@
 import torch
 
 CANDIDATES = (  # of `anybit plan`
-    "int2:group=32,zero", "int3:group=128", "int3:group=32", "int4:group=128", "int4:group=32",
-    "int5:group=128", "fp5", "int6:group=128", "fp:e2m3", "int8",
-)  # fmt: skip
+    "int2:group=32,zero",
+    "int3:group=128",
+    "int3:group=32",
+    "int4:group=128",
+    "int4:group=32",
+    "int5:group=128",
+    "fp5",
+    "int6:group=128",
+    "fp:e2m3",
+    "int8",
+)
 # Beside them where the budget is below 3 bits, with which integers lose over a nat. Encoding takes
 # long on a CPU, and `look` is the code that all kernels multiply in its bits.
 FEW_BITS = ("trellis:code=look,rotate=kn", "trellis:bits=3,code=look,rotate=kn")
 HOPPER = (  # of `anybit build`
-    "liquid@int8", "int8@int8", "int4@int8", "sparse@int8",
-    "fp6", "fp5", "fp4", "fp8", "sparse", "fp6@fp8", "int4@fp8", "mxfp4@fp8", "mxfp4", "nvfp4",
-    "mxfp8", "fp8:group=128", "fp8:group=128@fp8", "int4:group=128@fp8",
-    "int8", "int4:group=128", "int4:group=64", "int4:group=128,zero", "int3:group=64",
-    "int2:group=64", "codebook:m=1,v=4,group=128", "codebook:m=2,v=8,group=128",
-)  # fmt: skip
+    "liquid@int8",
+    "int8@int8",
+    "int4@int8",
+    "sparse@int8",
+    "fp6",
+    "fp5",
+    "fp4",
+    "fp8",
+    "sparse",
+    "fp6@fp8",
+    "int4@fp8",
+    "mxfp4@fp8",
+    "mxfp4",
+    "nvfp4",
+    "mxfp8",
+    "fp8:group=128",
+    "fp8:group=128@fp8",
+    "int4:group=128@fp8",
+    "int8",
+    "int4:group=128",
+    "int4:group=64",
+    "int4:group=128,zero",
+    "int3:group=64",
+    "int2:group=64",
+    "codebook:m=1,v=4,group=128",
+    "codebook:m=2,v=8,group=128",
+)
 
 
 def candidates(bits: float) -> tuple[str, ...]:

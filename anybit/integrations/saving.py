@@ -65,9 +65,12 @@ def add(
     if elsewhere := [key for key in ELSEWHERE if options.get(key)]:
         log.warning(
             "%s: %d tensors that no %s has, such as %s, are left out with %s; save it without",
-            out, len(beside.tensors), type(model).__name__, next(iter(beside.tensors)),
+            out,
+            len(beside.tensors),
+            type(model).__name__,
+            next(iter(beside.tensors)),
             elsewhere[0],
-        )  # fmt: skip
+        )
     else:
         beside.add_to(out)
 

@@ -144,9 +144,11 @@ class Builder(AttentionMetadataBuilder[Step]):
         self._init_reorder_batch_threshold(1)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Step:  # fmt: skip
+    ) -> Step:
         """The step, of which texts with one token come first."""
         given = common_attn_metadata
         if given.causal is not True:
@@ -154,12 +156,18 @@ class Builder(AttentionMetadataBuilder[Step]):
         tokens, host = given.num_actual_tokens, given.seq_lens_cpu_upper_bound
         decodes = min(tokens, split_decodes_and_prefills(given, decode_threshold=1)[0])
         queries, slots = given.query_start_loc_cpu.diff().tolist(), given.slot_mapping[:tokens]
-        return Step(Batch(
-            positions=slots,  # Q and K are rotated already: nobody asks for positions
-            slots=slots, tables=given.block_table_tensor, contexts=given.seq_lens,
-            starts=given.query_start_loc, queries=queries,
-            lengths=[0] * len(queries) if host is None else host.tolist(), decodes=decodes,
-        ))  # fmt: skip
+        return Step(
+            Batch(
+                positions=slots,  # Q and K are rotated already: nobody asks for positions
+                slots=slots,
+                tables=given.block_table_tensor,
+                contexts=given.seq_lens,
+                starts=given.query_start_loc,
+                queries=queries,
+                lengths=[0] * len(queries) if host is None else host.tolist(),
+                decodes=decodes,
+            )
+        )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
         step = self.build(0, common_attn_metadata)
@@ -171,12 +179,20 @@ class Attention(AttentionImpl[Step]):
     """Attention of one layer."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None, **others: Any,
-    ):  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ):
         vllm = get_current_vllm_config().cache_config
         dtype = torch.get_default_dtype()  # the model's
         refused = {
@@ -219,10 +235,17 @@ class Attention(AttentionImpl[Step]):
             )
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: Step | None, output: Tensor, output_scale: Tensor | None = None,
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Store K and V (T, kv_heads, head_size), and attend with queries (T, heads, head_size)."""
         if attn_metadata is None:  # memory is measured; there is no cache yet
             return output.zero_()

@@ -42,9 +42,16 @@ class Texts:
     """
 
     def __init__(
-        self, counts: list[int], kept: list[list[int]], saved: list[tuple[int, int]], size: int,
-        order: Tensor, table: Tensor, ends: Tensor, places: Tensor,
-    ):  # fmt: skip
+        self,
+        counts: list[int],
+        kept: list[list[int]],
+        saved: list[tuple[int, int]],
+        size: int,
+        order: Tensor,
+        table: Tensor,
+        ends: Tensor,
+        places: Tensor,
+    ):
         self.counts, self.kept, self.saved, self.size = counts, kept, saved, size
         self.order = order
         self.table, self.ends, self.places = table, ends, places
@@ -410,9 +417,15 @@ def delta_rule(
         return grown * q, pairs, inverse, beta * v, beta * grown * k, left, grown[:, :, -1:]
 
     def step(
-        state: Tensor, q: Tensor, pairs: Tensor, inverse: Tensor, wanted: Tensor, k: Tensor,
-        left: Tensor, grown: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        state: Tensor,
+        q: Tensor,
+        pairs: Tensor,
+        inverse: Tensor,
+        wanted: Tensor,
+        k: Tensor,
+        left: Tensor,
+        grown: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         written = inverse @ (wanted - k @ state)
         out = (q @ state + pairs @ written).transpose(1, 2)
         return out, state * grown + left.mT @ written

@@ -123,9 +123,11 @@ class Experts(nn.ModuleList):
         shape = [sum(len(part) for part in parts), *parts[0].shape[1:]]
         shape = shape[::-1] if self.layout.transposed else shape
         return DecodedWeight(
-            (len(self), *shape), parts[0].dtype, parts[0].device,
+            (len(self), *shape),
+            parts[0].dtype,
+            parts[0].device,
             lambda: torch.stack([one(expert) for expert in self]),
-        )  # fmt: skip
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As `routed`."""

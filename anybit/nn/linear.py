@@ -198,9 +198,11 @@ class QuantLinear(Quantized):
         packed, multiplier = self.packed, None
         tensors = tuple(getattr(self, name) for name in self.names)
         before = (
-            tensors, tuple(map(VERSION, tensors)), tuple(map(ADDRESS, tensors)),
+            tensors,
+            tuple(map(VERSION, tensors)),
+            tuple(map(ADDRESS, tensors)),
             tuple(tensor.untyped_storage() for tensor in tensors),
-        )  # fmt: skip
+        )
         backend, decoded = chosen(packed, self.activation, self.dtype, self.keep, dtype)
         if dtype or not (decoded and get_backend(backend).decodes(self.activation)):
             multiplier = Multiplier.by(backend, packed, self.activation, dtype, decoded)
@@ -272,9 +274,18 @@ class QuantLinear(Quantized):
         around, stored = Around.of(self._buffers), self._stored()
         scheme = scheme_name(self.format.plain(), self.activation)
         y = ops.run(
-            ops.linear, around.before(x), stored, around.inside(self.bias), scheme,
-            self.out_features, "reference", None, None, None, stored,
-        )  # fmt: skip
+            ops.linear,
+            around.before(x),
+            stored,
+            around.inside(self.bias),
+            scheme,
+            self.out_features,
+            "reference",
+            None,
+            None,
+            None,
+            stored,
+        )
         return around.after(y, self.bias)
 
     def _stored(self) -> list[Tensor]:

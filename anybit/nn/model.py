@@ -36,10 +36,15 @@ Module = TypeVar("Module", bound=nn.Module)
 
 TINY = 16  # a layer with fewer inputs or outputs (a gate) stays dense, unless a pattern names it
 HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
-)  # fmt: skip
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -243,9 +248,12 @@ def record(model: nn.Module, plan: dict[str, str | None] | None) -> None:
             count_weights(model)
         else:  # nor what transformers goes by that has loaded it
             for name in (
-                "dequantize", "num_parameters", "hf_quantizer", "is_quantized",
+                "dequantize",
+                "num_parameters",
+                "hf_quantizer",
+                "is_quantized",
                 "quantization_method",
-            ):  # fmt: skip
+            ):
                 vars(model).pop(name, None)
     if plan is not None:  # so that `save_pretrained` writes it too
         config.quantization_config = quantization_config(plan)  # type: ignore[union-attr]
@@ -364,11 +372,17 @@ def set_keep(model: Module, keep: Keep) -> Module:
         if not any(buffer.is_meta for buffer in layer.buffers()):
             layer.multiplier(dtype or layer.weight_dtype)
     for backend, text in (
-        ("dense", "are held decoded, in %.2f GB, since no kernel multiplies them here as they are; "
-         "keep='packed' frees that memory and is slower"),
-        ("reference", "are decoded in each call, which is slow; keep='decoded' holds them decoded, "
-         "in %.2f GB"),
-    ):  # fmt: skip
+        (
+            "dense",
+            "are held decoded, in %.2f GB, since no kernel multiplies them here as they are; "
+            "keep='packed' frees that memory and is slower",
+        ),
+        (
+            "reference",
+            "are decoded in each call, which is slow; keep='decoded' holds them decoded, "
+            "in %.2f GB",
+        ),
+    ):
         found = [layer for _, layer in quantized_layers(model) if layer.backend == backend]
         if found:
             size = (dtype or torch.get_default_dtype()).itemsize

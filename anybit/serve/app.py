@@ -35,9 +35,13 @@ def create_app(llm: Model, settings: Settings, engine: Engine) -> FastAPI:
         server.texts.close()
 
     app = FastAPI(
-        title="anybit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        title="anybit",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,  # it would send clients to whatever Host they have named
-    )  # fmt: skip
+    )
     app.state.server = server
     app.router.route_class = Route
     app.add_middleware(Gate, settings=settings, stopping=server.stopping)
@@ -99,15 +103,22 @@ def add_generation(app: FastAPI, server: Server) -> None:
         stream = await server.submit(request, name, [(prompt, params) for prompt in prompts])
         answer = CompletionsAnswer(
             Asked(
-                name, prompts, n, stream, server.texts.words, texts,
-                body.usage, bool(body.return_token_ids), running=body.running,
+                name,
+                prompts,
+                n,
+                stream,
+                server.texts.words,
+                texts,
+                body.usage,
+                bool(body.return_token_ids),
+                running=body.running,
                 scored=body.prompt_logprobs is not None,
             ),
             echo,
             body.logprobs is not None,
             server.llm.special,
             params.shown,
-        )  # fmt: skip
+        )
         return await server.reply(request, answer, body.stream)
 
     @app.post("/v1/chat/completions", response_model=replies.Response, responses=answers)

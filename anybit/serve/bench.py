@@ -25,10 +25,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REFUSALS = (400, 404, 405, 422, 501)  # of a form that a server does not know
 WORDS = (
-    "time", "way", "year", "work", "man", "day", "part", "life", "world", "place", "water", "light",
-    "house", "point", "hand", "word", "side", "line", "city", "group", "story", "night", "field",
-    "state", "music", "paper", "river", "table", "voice", "plant",
-)  # fmt: skip
+    "time",
+    "way",
+    "year",
+    "work",
+    "man",
+    "day",
+    "part",
+    "life",
+    "world",
+    "place",
+    "water",
+    "light",
+    "house",
+    "point",
+    "hand",
+    "word",
+    "side",
+    "line",
+    "city",
+    "group",
+    "story",
+    "night",
+    "field",
+    "state",
+    "music",
+    "paper",
+    "river",
+    "table",
+    "voice",
+    "plant",
+)
 SMALLEST_TOKEN = 100  # random prompts leave out the first tokens of a vocabulary: special ones
 HEAD = (  # times in ms
     f"{'':38}{'first token, ms':>20}{'per token, ms':>18}{'between':>10}\n"
@@ -185,9 +212,11 @@ class Form(NamedTuple):
     def body(self, model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
         """A request. prompt: numbers of tokens."""
         out: dict[str, Any] = {
-            "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
             "max_tokens": tokens,
-        }  # fmt: skip
+        }
         text = " ".join(WORDS[token % len(WORDS)] for token in prompt)
         if self.chat:
             out["messages"] = [{"role": "user", "content": text}]
@@ -204,9 +233,12 @@ class Form(NamedTuple):
 
 # The first that a server takes is used.
 FORMS = (
-    Form(), Form(words=True), Form(words=True, exact=False), Form(True, True),
+    Form(),
+    Form(words=True),
+    Form(words=True, exact=False),
+    Form(True, True),
     Form(True, True, exact=False),
-)  # fmt: skip
+)
 
 
 async def fitting(client: "httpx.AsyncClient", model: str) -> Form:
@@ -373,8 +405,10 @@ def plot(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
             axes.plot(loads, values, style, color=color, label=shown)
     axes.set(
         xlabel="requests a second" if rows[0]["rate_per_s"] else "requests at the same time",
-        ylabel="ms (dashed: 99 % of them)", yscale="log", title=model,
-    )  # fmt: skip
+        ylabel="ms (dashed: 99 % of them)",
+        yscale="log",
+        title=model,
+    )
     axes.legend()
     figure.savefig(path)
     pyplot.close(figure)

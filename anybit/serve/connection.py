@@ -325,12 +325,20 @@ class Connection(asyncio.Protocol):
         both = b"transfer-encoding" in fields and b"content-length" in fields
         keep = version == "1.1" and self.parser.should_keep_alive() and not both
         scope: dict[str, Any] = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": version, "server": self.ends[0], "client": self.ends[1],
-            "scheme": "http", "root_path": "", "method": method.decode("ascii"),
-            "path": unquote(path.decode("latin-1")), "raw_path": path, "query_string": query,
-            "headers": self.headers, "state": self.app_state.copy(),
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.ends[0],
+            "client": self.ends[1],
+            "scheme": "http",
+            "root_path": "",
+            "method": method.decode("ascii"),
+            "path": unquote(path.decode("latin-1")),
+            "raw_path": path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
         expects = fields.get(b"expect", b"").lower() == b"100-continue"
         scope["exchange"] = self.reading = Exchange(self, scope, keep, expects)
         self.last = not keep

@@ -17,8 +17,12 @@ from anybit.serve.tools import FAMILIES, Either, Family, family_of
 
 # What clients say outside of chat_template_kwargs.
 OWN_FIELDS = (
-    "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message",
-)  # fmt: skip
+    "messages",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 

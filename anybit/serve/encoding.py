@@ -62,9 +62,14 @@ class Short:
     __slots__ = ("encoded", "exchange", "find", "frame", "stream", "text", "tokens", "writable")
 
     def __init__(
-        self, text: Detokenizer, tokens: list[int], find: Callable[[], Frame | None],
-        encoded: Encoded, stream: "Stream", exchange: "Exchange",
-    ):  # fmt: skip
+        self,
+        text: Detokenizer,
+        tokens: list[int],
+        find: Callable[[], Frame | None],
+        encoded: Encoded,
+        stream: "Stream",
+        exchange: "Exchange",
+    ):
         self.text, self.tokens, self.encoded = text, tokens, encoded
         self.stream, self.exchange = stream, exchange
         self.find, self.frame = find, find()

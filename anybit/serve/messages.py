@@ -159,9 +159,9 @@ class MessagesRequest(CountRequest):
             if (choice.type == "tool") != (choice.name is not None):
                 raise HTTPException(400, "tool_choice: a name goes with the type tool, and only it")
             named = {"type": "function", "function": {"name": choice.name}}
-            fields["tool_choice"] = named if choice.name else {"any": "required"}.get(
-                choice.type, choice.type
-            )  # fmt: skip
+            fields["tool_choice"] = (
+                named if choice.name else {"any": "required"}.get(choice.type, choice.type)
+            )
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         config = self.output_config or OutputConfig()
         if config.format is not None:
@@ -170,11 +170,16 @@ class MessagesRequest(CountRequest):
         if config.effort != "high":
             fields["reasoning_effort"] = config.effort
         return ChatRequest(
-            messages=messages, thinking=self.thinking, max_tokens=self.max_tokens,
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            messages=messages,
+            thinking=self.thinking,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
             stop=self.stop_sequences or None,
-            continue_final_message=messages[-1].role == "assistant", **fields,
-        )  # fmt: skip
+            continue_final_message=messages[-1].role == "assistant",
+            **fields,
+        )
 
 
 class Counted(BaseModel):
@@ -220,10 +225,12 @@ def chat_messages(message: MessageParam) -> list[ChatMessage]:
     if text or thoughts or calls or not out:
         out.append(
             ChatMessage(
-                role=message.role, content=text, reasoning_content=thoughts or None,
+                role=message.role,
+                content=text,
+                reasoning_content=thoughts or None,
                 tool_calls=calls or None,
             )
-        )  # fmt: skip
+        )
     return out
 
 
@@ -269,8 +276,9 @@ class MessagesAnswer(Answer):
                             at += 1
                             block = text.blocks[at] if piece.kind == "call" else Block(piece.kind)
                             start = shown(Block(block.kind, "", block.id, block.name))
-                            out += named({"type": "content_block_start", "index": at,
-                                          "content_block": start})  # fmt: skip
+                            out += named(
+                                {"type": "content_block_start", "index": at, "content_block": start}
+                            )
                         if self._hidden(piece.kind):
                             continue
                         if piece.text and (piece.kind != "call" or is_object(text.blocks[at].text)):
@@ -292,9 +300,12 @@ class MessagesAnswer(Answer):
 
     def _message(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
         return {
-            "id": self.id, "type": "message", "role": "assistant", "model": self.asked.model,
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.asked.model,
             "content": content,
-        } | stop  # fmt: skip
+        } | stop
 
     def _stop(self, text: Text) -> dict[str, Any]:
         reason, sequence = STOPS[text.finish or "stop"], text.completion.stop_reason
@@ -329,8 +340,11 @@ SERVICE: dict[str, Any] = {
 def stopped(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
     """Why a message has ended, in the fields of a message and of its last delta."""
     return {
-        "stop_reason": reason, "stop_sequence": sequence, "stop_details": None, "container": None,
-    }  # fmt: skip
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "stop_details": None,
+        "container": None,
+    }
 
 
 def shown(block: Block) -> dict[str, Any]:

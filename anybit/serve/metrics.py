@@ -68,10 +68,15 @@ class Metrics(Observer):
             yield family(GaugeMetricFamily, f"vllm:{name}", what, value, model_name=self.model)
         blocks = scheduler.blocks
         yield family(
-            GaugeMetricFamily, "vllm:cache_config_info", "The KV cache", 1, model_name=self.model,
-            cache_dtype=self.kv_cache, block_size=str(blocks.block_size),
+            GaugeMetricFamily,
+            "vllm:cache_config_info",
+            "The KV cache",
+            1,
+            model_name=self.model,
+            cache_dtype=self.kv_cache,
+            block_size=str(blocks.block_size),
             num_gpu_blocks=str(blocks.count),
-        )  # fmt: skip
+        )
         for name, what, value in (
             ("prompt_tokens", "Prompt tokens of sequences that have started", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),

@@ -265,10 +265,15 @@ class Calls:
     thinking = False
 
     def __init__(
-        self, open: tuple[str, ...], between: tuple[str, ...] = (),
-        tools: frozenset[str] = frozenset(), bare: bool = False, named: bool = False,
-        xml: Callable[[str], tuple[str, str]] | None = None, separators: str = "",
-    ):  # fmt: skip
+        self,
+        open: tuple[str, ...],
+        between: tuple[str, ...] = (),
+        tools: frozenset[str] = frozenset(),
+        bare: bool = False,
+        named: bool = False,
+        xml: Callable[[str], tuple[str, str]] | None = None,
+        separators: str = "",
+    ):
         self.open, self.between, self.tools = open, between, tools
         self.bare, self.named, self.xml = bare, named, xml
         self.inner: tuple[str, ...] = ("<function=",) if xml else ()

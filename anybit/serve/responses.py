@@ -125,10 +125,15 @@ class Reasoning(protocol.Request):
 # What an answer shall include: this server's have no parts for the others.
 SCORES = "message.output_text.logprobs"
 Include = Literal[
-    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results",
-    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url", "message.input_image.image_url",
-]  # fmt: skip
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 
 
 class ResponsesRequest(protocol.Labels):
@@ -190,15 +195,21 @@ class ResponsesRequest(protocol.Labels):
         if isinstance(kind, protocol.FlatSchema):
             kind = {"type": "json_schema", "json_schema": {"schema": kind.schema_}}
         return ChatRequest(
-            messages=messages, max_tokens=self.max_output_tokens, temperature=self.temperature,
-            top_p=self.top_p, tool_choice=choice, response_format=kind,
+            messages=messages,
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tool_choice=choice,
+            response_format=kind,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             verbosity=self.text.verbosity if self.text else None,
             logprobs=SCORES in (self.include or ()) or bool(self.top_logprobs),
-            top_logprobs=self.top_logprobs, presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty, **fields,
-        )  # fmt: skip
+            top_logprobs=self.top_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            **fields,
+        )
 
 
 class ResponsesReply(BaseModel):
@@ -359,29 +370,52 @@ class ResponsesAnswer(Answer):
         if items and state != "completed":
             items[-1]["status"] = "incomplete"
         return self.said | {
-            "id": self.id, "object": "response", "created_at": self.created,
-            "model": self.asked.model, "status": state, "output": items, "error": None,
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.asked.model,
+            "status": state,
+            "output": items,
+            "error": None,
             "incomplete_details": INCOMPLETE if state == "incomplete" else None,
             "completed_at": int(time.time()) if state == "completed" else None,
-            "background": False, "store": False, "previous_response_id": None,
-            "max_tool_calls": None, "service_tier": "default", "usage": {
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "max_tool_calls": None,
+            "service_tier": "default",
+            "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": written,
                 "output_tokens_details": {"reasoning_tokens": text.thoughts},
                 "total_tokens": prompt + written,
-            } if state not in ("in_progress", "failed") else None,
-        }  # fmt: skip
+            }
+            if state not in ("in_progress", "failed")
+            else None,
+        }
 
 
 # What an answer repeats of its request, and what stands for nothing there.
 SAID: dict[str, Any] = {
-    "frequency_penalty": 0.0, "instructions": None, "max_output_tokens": None, "metadata": {},
-    "parallel_tool_calls": True, "presence_penalty": 0.0, "prompt_cache_key": None,
-    "reasoning": None, "safety_identifier": None, "temperature": 1.0,
-    "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
-    "top_p": 1.0, "truncation": "disabled", "user": None,
-}  # fmt: skip
+    "frequency_penalty": 0.0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "prompt_cache_key": None,
+    "reasoning": None,
+    "safety_identifier": None,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
 INCOMPLETE = {"reason": "max_output_tokens"}
 DELTAS = {
     "content": "response.output_text.delta",

@@ -124,11 +124,19 @@ class Server:
         prepared = await self.prepare(request, body)
         stream = await self.submit(request, name, [(prepared.prompt, prepared.params)])
         return Asked(
-            name, [prepared.prompt], body.samples, stream, self.texts.words,
-            usage=body.usage, token_ids=bool(body.return_token_ids), readers=prepared.readers,
-            calls=prepared.calls, short_ids=prepared.short_ids,
-            running=body.running, scored=body.prompt_logprobs is not None,
-        )  # fmt: skip
+            name,
+            [prepared.prompt],
+            body.samples,
+            stream,
+            self.texts.words,
+            usage=body.usage,
+            token_ids=bool(body.return_token_ids),
+            readers=prepared.readers,
+            calls=prepared.calls,
+            short_ids=prepared.short_ids,
+            running=body.running,
+            scored=body.prompt_logprobs is not None,
+        )
 
     def overloaded(self, message: str) -> HTTPException:
         headers = {"Retry-After": str(self.settings.retry_after)}

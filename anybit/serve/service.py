@@ -74,9 +74,13 @@ class Service:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, metrics: Metrics, hello: bytes,
+        self,
+        engine: Engine,
+        settings: Settings,
+        metrics: Metrics,
+        hello: bytes,
         start: "Callable[[], tuple[socket.socket, Popen[bytes] | None]] | None" = None,
-    ):  # fmt: skip
+    ):
         self.engine, self.settings, self.metrics = engine, settings, metrics
         self.hello, self.start = channel.Hello(hello), start
         self.fronts: dict[int, Front] = {}  # by the number of the socket
@@ -279,9 +283,13 @@ class Service:
         self.wake()
 
     def _checked(
-        self, front: Front, add: channel.Add, names: list[str],
-        matchers: list[Items[Matcher]], error: Exception | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        front: Front,
+        add: channel.Add,
+        names: list[str],
+        matchers: list[Items[Matcher]],
+        error: Exception | None = None,
+    ) -> None:
         """Add requests to the engine, if it can serve them all."""
         if not any(name in self.open for name in names):  # all were aborted meanwhile
             return
@@ -329,9 +337,14 @@ class Service:
                 continue
             front = found.front
             if (
-                delta.finish or delta.logprobs or delta.accepted or delta.rejected
-                or delta.cached > found.cached or delta.prompt_logprobs or delta.embedding
-            ):  # fmt: skip
+                delta.finish
+                or delta.logprobs
+                or delta.accepted
+                or delta.rejected
+                or delta.cached > found.cached
+                or delta.prompt_logprobs
+                or delta.embedding
+            ):
                 front.more.append(more(len(front.texts), delta))
                 found.cached = max(found.cached, delta.cached)
             front.texts.append(found.first + delta.index)
@@ -344,9 +357,13 @@ class Service:
         for front in list(self.fronts.values()):
             if front.texts or front.admitted or front.refused:
                 step = channel.Step(
-                    front.texts, front.tokens, front.more, front.admitted, front.refused,
+                    front.texts,
+                    front.tokens,
+                    front.more,
+                    front.admitted,
+                    front.refused,
                     time.monotonic(),
-                )  # fmt: skip
+                )
                 front.texts, front.tokens, front.more = [], [], []
                 front.admitted, front.refused = [], []
                 self._send(front, step)
@@ -386,8 +403,9 @@ class Service:
             raise Unsupported(f"a front end has failed {failures} times before it was ready: {how}")
         log.error(
             "a front end has failed: %s; its %d requests are dropped, and it starts again",
-            how, len(names),
-        )  # fmt: skip
+            how,
+            len(names),
+        )
         self._failures[front.place] = failures
         when = time.monotonic() + (0 if front.ready else PAUSE)
         self._starts = sorted([*self._starts, (when, front.place)])
@@ -432,7 +450,15 @@ def more(at: int, delta: Delta) -> channel.More:
     """What a message says of a delta besides its token."""
     reason = delta.stop_reason
     return channel.More(
-        at, delta.finish, reason if isinstance(reason, int) else None, delta.silent, delta.error,
-        delta.cached, delta.accepted, delta.rejected, delta.logprobs, delta.prompt_logprobs,
+        at,
+        delta.finish,
+        reason if isinstance(reason, int) else None,
+        delta.silent,
+        delta.error,
+        delta.cached,
+        delta.accepted,
+        delta.rejected,
+        delta.logprobs,
+        delta.prompt_logprobs,
         delta.embedding,
-    )  # fmt: skip
+    )

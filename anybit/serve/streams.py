@@ -151,9 +151,13 @@ class Engine(asyncio.Protocol):
             self._send(channel.Abort(list(map(int, names))))
 
     def shorten(
-        self, stream: Stream, text: tuple[str, int], tokens: list[int],
-        find: Callable[[], Frame | None], exchange: Exchange,
-    ) -> None:  # fmt: skip
+        self,
+        stream: Stream,
+        text: tuple[str, int],
+        tokens: list[int],
+        find: Callable[[], Frame | None],
+        exchange: Exchange,
+    ) -> None:
         """Write a text's tokens without deltas where these would say nothing else, see `Short`."""
         found, wait = self.transcripts.open.get(text, (None, 0))
         if found is not None and wait <= 0:  # or else its tokens are counted
@@ -280,8 +284,10 @@ class Engine(asyncio.Protocol):
             if each := more.get(at):
                 delta.logprobs, delta.finish, delta.error = each.logprobs, each.finish, each.error
                 delta.stop_reason, delta.silent, delta.cached = (
-                    each.stop_reason, each.silent, each.cached,
-                )  # fmt: skip
+                    each.stop_reason,
+                    each.silent,
+                    each.cached,
+                )
                 delta.accepted, delta.rejected = each.accepted, each.rejected
                 delta.prompt_logprobs, delta.embedding = each.prompt_logprobs, each.embedding
             if not self.transcripts.read([delta]):

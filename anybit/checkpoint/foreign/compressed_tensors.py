@@ -42,9 +42,13 @@ TOOL = "compressed-tensors"
 FORMAT = "pack-quantized"
 INTEGERS = (FORMAT, "int-quantized", "naive-quantized")
 FLOATING = (
-    "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
-    "mxfp6-pack-quantized", "mxfp8-quantized",
-)  # fmt: skip
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
+    "mxfp8-quantized",
+)
 MIXED = "mixed-precision"
 FORMATS = tuple(dict.fromkeys((*INTEGERS, *FLOATING)))
 BITS = (2, 3, 4, 5, 6, 7, 8)

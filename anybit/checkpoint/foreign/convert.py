@@ -53,9 +53,13 @@ from anybit.nn.plan import Plan, Spec, is_head, quantization_config
 from anybit.nn.tied import tied_heads, untied_config, untied_heads
 
 CODES = (
-    torch.uint8, torch.int8, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.uint32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
     torch.float8_e8m0fnu,
-)  # fmt: skip
+)
 PACKED = (torch.int16, torch.int32)  # if they are matrices
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
 
@@ -389,8 +393,10 @@ def plan_conversion(
     if strange := [name for name in kept if strays(found.names, name)]:
         log.warning(
             "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
-            source, len(strange), some(strange),
-        )  # fmt: skip
+            source,
+            len(strange),
+            some(strange),
+        )
     check_fit(source, as_they_are(found.names, kept), stored, found.names.state)
     kept += [f"{name}.weight" for name in others]
     if for_transformers:

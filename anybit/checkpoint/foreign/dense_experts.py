@@ -138,9 +138,12 @@ def as_transformers_reads(
             name, first = f"{flat[0]}.{end}", parts[0][0]
             sources = layers[flat[0]].tensors if flat[0] in layers else (name,)
             fused[sources[0]] = Fused(
-                parts, layout.transposed, tuple(module._parameters[tensor].shape),
-                first.torch_dtype, stored[sources[0]],
-            )  # fmt: skip
+                parts,
+                layout.transposed,
+                tuple(module._parameters[tensor].shape),
+                first.torch_dtype,
+                stored[sources[0]],
+            )
             new_name |= {f"{layer}.{end}": names.stored(target) for layer in flat}
     return moved(stored, layers, new_name, fused)
 

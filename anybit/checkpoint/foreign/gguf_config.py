@@ -239,13 +239,32 @@ def latent(own: Own) -> dict[str, Any]:
 
 
 IDLE = {  # of a config.json, without effect on a model's outputs, or said by tensors
-    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "dtype",
-    "embd_pdrop", "eos_token_id", "head_dim", "initializer_range", "max_window_layers",
-    "original_max_position_embeddings", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "quantization_config", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
-    "sliding_window_pattern", "_sliding_window_pattern", "torch_dtype", "transformers_version",
-    "use_cache", "_name_or_path", "_attn_implementation",
-}  # fmt: skip
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "cache_implementation",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "head_dim",
+    "initializer_range",
+    "max_window_layers",
+    "original_max_position_embeddings",
+    "output_router_logits",
+    "pad_token_id",
+    "pretraining_tp",
+    "quantization_config",
+    "resid_pdrop",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "_name_or_path",
+    "_attn_implementation",
+}
 
 
 # llama.cpp reads these as floats, and refuses whole numbers.

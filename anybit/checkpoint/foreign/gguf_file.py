@@ -22,8 +22,18 @@ LARGEST_HEADER = 1 << 28  # bytes; those of the largest vocabularies are some 20
 MOST_NUMBERS = 1 << 22  # of an array in the metadata; vocabularies have fewer tokens
 MOST_DIMENSIONS = 4
 SCALARS = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 STRING, ARRAY = 8, 9
 DENSE = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # and the names in safetensors
 THREE = re.compile(r"_exps\.|\.attn_[kv]_b\.")  # tensors of experts or heads

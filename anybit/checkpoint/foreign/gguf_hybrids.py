@@ -226,6 +226,9 @@ def periodic(own: Own, what: str, layers: list[bool]) -> dict[str, int]:
 
 
 MAMBA: dict[str, Callable[[Own], dict[str, Any]]] = {
-    "granitehybrid": granite, "falcon-h1": falcon, "nemotron_h": nemotron,
-    "nemotron_h_moe": nemotron, "jamba": jamba,
-}  # fmt: skip
+    "granitehybrid": granite,
+    "falcon-h1": falcon,
+    "nemotron_h": nemotron,
+    "nemotron_h_moe": nemotron,
+    "jamba": jamba,
+}

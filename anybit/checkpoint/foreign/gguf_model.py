@@ -208,8 +208,10 @@ def write_tokenizer(contents: Contents, directory: Path) -> None:
     except Exception as error:  # whatever transformers trips over; weights do not depend on it
         log.warning(
             "%s: transformers cannot read its tokenizer (%s); copy that of the original model "
-            "into the directory", first, in_a_line(error),
-        )  # fmt: skip
+            "into the directory",
+            first,
+            in_a_line(error),
+        )
 
 
 class Named(NamedTuple):
@@ -376,18 +378,23 @@ def linear(name: str, blocks: tuple[Block, ...], shape: tuple[int, ...], order: 
     kind = TYPES.get(kinds[0])
     if kind is not None and keeps_blocks(blocks, order):
         return Layer(
-            size, (f"{name}.weight",), kind.format,
+            size,
+            (f"{name}.weight",),
+            kind.format,
             lambda: unpack(kind, in_order(blocks, order), name),
-        )  # fmt: skip
+        )
     reason = f"{kinds[0]} has no format in anybit"
     if len(kinds) > 1:
         reason = f"its file has it in parts, of {' and '.join(kinds)}"
     elif kind is not None:
         reason = f"its columns are in another order than blocks of {kinds[0]} permit"
     return Layer(
-        size, (f"{name}.weight",), None,
-        lambda: assembled(blocks, order, torch.float32, name), reason,
-    )  # fmt: skip
+        size,
+        (f"{name}.weight",),
+        None,
+        lambda: assembled(blocks, order, torch.float32, name),
+        reason,
+    )
 
 
 def latent(name: str, k: Block, v: Block, shape: tuple[int, ...]) -> Layer:

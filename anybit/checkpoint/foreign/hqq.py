@@ -26,9 +26,15 @@ PACKINGS = {
     "1bit_u8": (1, 8, torch.uint8),
 }
 UNREAD = (  # how the weight was quantized, and how HQQ multiplies with it
-    "channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "round_zero",
-    "stores_quant_config", "unpack_view_dtype",
-)  # fmt: skip
+    "channel_wise",
+    "compute_dtype",
+    "encoded_state_dict",
+    "offload_meta",
+    "optimize",
+    "round_zero",
+    "stores_quant_config",
+    "unpack_view_dtype",
+)
 
 
 def layers(

@@ -91,7 +91,7 @@ REFUSED = {
         "model.bin holds another layout, and neither names nor settings of the model it was",
         ANEW.format("--format int8"),
     ),
-}  # fmt: skip
+}
 ALIASES = {"quip_sharp": "quip", "quip#": "quip", "quipsharp": "quip"}
 # Settings of tools by which layers also rotate their inputs, or add products of low rank.
 BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")

@@ -31,10 +31,23 @@ from anybit.files.safetensors import Stored
 
 PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
 ALGORITHMS = (
-    "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "FP8", PER_TOKEN, "FP8_PB_WO",
-    "FP8_PB_REAL", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "W4A16_AWQ", "W4A8_AWQ", "W8A16",
-    "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION",
-)  # fmt: skip
+    "NVFP4",
+    "NVFP4_AWQ",
+    "W4A16_NVFP4",
+    "W4A8_NVFP4_FP8",
+    "FP8",
+    PER_TOKEN,
+    "FP8_PB_WO",
+    "FP8_PB_REAL",
+    "MXFP4",
+    "W4A8_MXFP4_FP8",
+    "MXFP8",
+    "W4A16_AWQ",
+    "W4A8_AWQ",
+    "W8A16",
+    "W8A8_SQ_PER_CHANNEL",
+    "MIXED_PRECISION",
+)
 FIXED = "activations were quantized there, and stay in 16 bits here"
 SMOOTHED = "its inputs have scales of their own (pre_quant_scale), which join the weight"
 

@@ -35,8 +35,12 @@ from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 
 ELEMENTS = {
-    "fp4": (2, 1), "fp6_e2m3": (2, 3), "fp6_e3m2": (3, 2), "fp8_e4m3": (4, 3), "fp8_e5m2": (5, 2),
-}  # fmt: skip
+    "fp4": (2, 1),
+    "fp6_e2m3": (2, 3),
+    "fp6_e3m2": (3, 2),
+    "fp8_e4m3": (4, 3),
+    "fp8_e5m2": (5, 2),
+}
 INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 PER_TOKEN = {"int8": "int8", "fp8_e4m3": "fp8"}
 NOTE = "activations were quantized there, and stay in 16 bits here"
@@ -47,8 +51,12 @@ def layers(
 ) -> dict[str, Layer]:
     """The quantized layers of a Quark checkpoint."""
     export = config.get("export")
-    order = option(export if isinstance(export, dict) else {}, "pack_method",
-                   ("reorder", "order"), "quark") == "reorder"  # fmt: skip
+    order = (
+        option(
+            export if isinstance(export, dict) else {}, "pack_method", ("reorder", "order"), "quark"
+        )
+        == "reorder"
+    )
     found = parts("weight_scale", stored)
     return {
         part.name: layer(part, settings(config, part.name, naming(part.name)), order)

@@ -11,9 +11,11 @@ from anybit.engine.models import UnknownModel
 SILU = ("silu", "swish")  # two names of one function
 GELU = "gelu_pytorch_tanh"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **dict.fromkeys(SILU, F.silu), "relu": F.relu, "gelu": F.gelu,
+    **dict.fromkeys(SILU, F.silu),
+    "relu": F.relu,
+    "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}  # fmt: skip
+}
 
 
 @lru_cache

@@ -49,8 +49,10 @@ class LatentAttention(Mixer):
         first = "q_proj" if rank is None else "q_a_proj"
         self.in_proj = weights.linear(
             [f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"],
-            [self.sizes[0], self.latent + self.rotary], hidden, bias,
-        )  # fmt: skip
+            [self.sizes[0], self.latent + self.rotary],
+            hidden,
+            bias,
+        )
         self.q_norm: Tensor | None = None
         self.q_proj: nn.Module = nn.Identity()
         if rank is not None:
@@ -100,9 +102,16 @@ class GroupedMoE(MoE):
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         c = config
         super().__init__(
-            weights, name, c, c.n_routed_experts, c.num_experts_per_tok, c.moe_intermediate_size,
-            normalize=bool(c.norm_topk_prob), names=EXPERT[not self.gated :], gated=self.gated,
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            c.n_routed_experts,
+            c.num_experts_per_tok,
+            c.moe_intermediate_size,
+            normalize=bool(c.norm_topk_prob),
+            names=EXPERT[not self.gated :],
+            gated=self.gated,
+        )
         if isinstance(self.gate, Adapted):
             raise InvalidInput(
                 f"an adapter changes {name}.gate, where the engine takes none; merge it into the "

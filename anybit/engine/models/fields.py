@@ -24,20 +24,56 @@ from anybit.engine.weights import Part, Weights
 # (dropout, losses of routers, first time steps), how it runs a model (chunks of recurrences, the
 # dtype of residuals), and what other fields say again.
 IDLE = {
-    "_attn_implementation_internal", "_experts_implementation_internal", "_name_or_path",
-    "chunk_size", "mamba_chunk_size", "num_logits_to_keep", "residual_in_fp32", "time_step_floor",
-    "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels",
-    "use_associative_scan", "use_mambapy", "z_loss_coefficient",
-    "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan",
-    "_output_attentions", "architectures", "attention_dropout", "attn_implementation", "auto_map",
-    "bos_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id", "experts_implementation",
+    "_attn_implementation_internal",
+    "_experts_implementation_internal",
+    "_name_or_path",
+    "chunk_size",
+    "mamba_chunk_size",
+    "num_logits_to_keep",
+    "residual_in_fp32",
+    "time_step_floor",
+    "time_step_max",
+    "time_step_min",
+    "time_step_rank",
+    "use_mamba_kernels",
+    "use_associative_scan",
+    "use_mambapy",
+    "z_loss_coefficient",
+    "base_model_ep_plan",
+    "base_model_fsdp_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "_output_attentions",
+    "architectures",
+    "attention_dropout",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "dropout",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "experts_implementation",
     "gradient_checkpointing",
-    "initializer_range", "layerdrop", "model_type", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pad_token_id", "quantization_config", "resid_pdrop",
-    "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
-    "sliding_window_pattern", "tie_last_hidden_states", "torch_dtype", "transformers_version",
+    "initializer_range",
+    "layerdrop",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "quantization_config",
+    "resid_pdrop",
+    "residual_dropout",
+    "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "sliding_window_pattern",
+    "tie_last_hidden_states",
+    "torch_dtype",
+    "transformers_version",
     "use_cache",
-}  # fmt: skip
+}
 # Of fields that no class declares, or not in all releases; None: of all others.
 DEFAULTS = {"is_causal": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 TOKENS = 4
@@ -48,9 +84,11 @@ class Noted(dict[str, Any]):
 
     def __init__(self, given: Mapping[str, Any], seen: set[str], prefix: str):
         super().__init__(
-            {k: Noted(v, seen, f"{prefix}{k}.") if isinstance(v, dict) else v
-             for k, v in given.items()}
-        )  # fmt: skip
+            {
+                k: Noted(v, seen, f"{prefix}{k}.") if isinstance(v, dict) else v
+                for k, v in given.items()
+            }
+        )
         self.seen, self.prefix = seen, prefix
 
     def __getitem__(self, key: str) -> Any:

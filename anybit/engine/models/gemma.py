@@ -41,10 +41,17 @@ class Gemma2(Gemma):
         c = self.config
         bias = bool(c.attention_bias)
         return Attention(
-            weights, name, c, bias, output_bias=bias, qk_norm=self.qk_norm,
-            window=window_of(c, index), scale=c.query_pre_attn_scalar**-0.5,
-            softcap=self.softcap, norm=self.norm_kind,
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            bias,
+            output_bias=bias,
+            qk_norm=self.qk_norm,
+            window=window_of(c, index),
+            scale=c.query_pre_attn_scalar**-0.5,
+            softcap=self.softcap,
+            norm=self.norm_kind,
+        )
 
     @property
     def softcap(self) -> float | None:

@@ -15,9 +15,17 @@ class ClampedMoE(MoE):
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         c = config
         super().__init__(
-            weights, name, c, c.num_local_experts, c.num_experts_per_tok, c.intermediate_size,
-            normalize=True, names=("gate_up_proj", "down_proj"), router="router", bias=True,
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            c.num_local_experts,
+            c.num_experts_per_tok,
+            c.intermediate_size,
+            normalize=True,
+            names=("gate_up_proj", "down_proj"),
+            router="router",
+            bias=True,
+        )
         # Constants before transformers 5.23.
         self.alpha, self.limit = getattr(c, "swiglu_alpha", 1.702), getattr(c, "swiglu_limit", 7.0)
 

@@ -39,9 +39,14 @@ current: ContextVar[Step] = ContextVar("step")
 
 
 def attention_of_step(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any,
-    scaling: float | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return current.get().attend(Call(module, q, k, v, attention_mask, scale, options)), None
 

@@ -231,9 +231,13 @@ class Block(nn.Module):
             leave(getattr(mlp, "last", None))
 
     def forward(
-        self, x: Tensor, delta: Tensor | Unturned | None, rope: Rope,
-        states: Iterator[LayerState], batch: Batch,
-    ) -> tuple[Tensor, Tensor | Unturned]:  # fmt: skip
+        self,
+        x: Tensor,
+        delta: Tensor | Unturned | None,
+        rope: Rope,
+        states: Iterator[LayerState],
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor | Unturned]:
         y, x = self._before(self.attention_norm, x, delta, wanted_by(self.self_attn.in_proj))
         out = self._after(self.after_attention, self.self_attn(y, rope, next(states), batch))
         first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
@@ -302,9 +306,15 @@ class Decoder(nn.Module):
         mixer = self.mixer(weights, name, index)
         mlp = self.mlp(weights, f"{name}.{self.mlp_name}", index)
         return Block(
-            weights, name, self.config, mixer, mlp, self.norms, self.norm_kind,
+            weights,
+            name,
+            self.config,
+            mixer,
+            mlp,
+            self.norms,
+            self.norm_kind,
             self.residual_multiplier,
-        )  # fmt: skip
+        )
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         """What looks at other tokens in the layer `index`, whose name is given."""

@@ -20,9 +20,14 @@ class BiasedMoE(MoE):
     def __init__(self, weights: Weights, name: str, config: PretrainedConfig):
         c = config
         super().__init__(
-            weights, name, c, c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size,
+            weights,
+            name,
+            c,
+            c.num_experts,
+            c.num_experts_per_tok,
+            c.moe_intermediate_size,
             normalize=bool(c.norm_topk_prob),
-        )  # fmt: skip
+        )
         self.factor, self.correction = c.routed_scaling_factor, None
         if c.use_expert_bias:
             shape = (c.num_experts,)
@@ -47,9 +52,13 @@ class Lfm2(Decoder):
         if kind != "full_attention":
             raise UnknownModel(f"layer type {kind!r} is unknown")
         return Attention(
-            weights, f"{name}.self_attn", self.config, qk_norm=True, output="out_proj",
+            weights,
+            f"{name}.self_attn",
+            self.config,
+            qk_norm=True,
+            output="out_proj",
             norm_names=("q_layernorm", "k_layernorm"),
-        )  # fmt: skip
+        )
 
     def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
         c = self.config

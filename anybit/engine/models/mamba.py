@@ -78,9 +78,15 @@ class Jamba(Llama):
         if experts == 1:
             return super().mlp(weights, name, index)
         return MoE(
-            weights, name, c, experts, c.num_experts_per_tok, c.intermediate_size,
-            normalize=False, router="router",
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            experts,
+            c.num_experts_per_tok,
+            c.intermediate_size,
+            normalize=False,
+            router="router",
+        )
 
 
 class ExpertsAndShared(nn.Module):
@@ -118,9 +124,15 @@ class GraniteHybrid(Granite):
         if not experts:
             return shared
         moe = MoE(
-            weights, f"{name}block_sparse_moe", c, experts, each, c.intermediate_size,
-            normalize=True, router="router.layer",
-        )  # fmt: skip
+            weights,
+            f"{name}block_sparse_moe",
+            c,
+            experts,
+            each,
+            c.intermediate_size,
+            normalize=True,
+            router="router.layer",
+        )
         return ExpertsAndShared(moe, shared)
 
 
@@ -147,10 +159,15 @@ class FalconBlock(nn.Module):
         c = config
         inner = int(c.mamba_expand * c.hidden_size) if c.mamba_d_ssm is None else c.mamba_d_ssm
         self.mamba = mamba2(
-            weights, f"{name}.mamba", c, inner, norm=bool(c.mamba_rms_norm),
-            gate_first=not c.mamba_norm_before_gate, scales=tuple(c.ssm_multipliers),
+            weights,
+            f"{name}.mamba",
+            c,
+            inner,
+            norm=bool(c.mamba_rms_norm),
+            gate_first=not c.mamba_norm_before_gate,
+            scales=tuple(c.ssm_multipliers),
             bias=(bool(c.mamba_proj_bias), bool(c.mamba_conv_bias), bool(c.projectors_bias)),
-        )  # fmt: skip
+        )
         self.self_attn = attention
         self.mlp = FalconMLP(weights, f"{name}.feed_forward", c)
         self.mixer_norm, self.mlp_norm = (
@@ -161,9 +178,13 @@ class FalconBlock(nn.Module):
         self.of_attention = c.attention_in_multiplier, c.attention_out_multiplier
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rope: Rope, states: Iterator[LayerState],
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rope,
+        states: Iterator[LayerState],
         batch: Batch,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         y, x = self.mixer_norm(x, delta)
         pairs = (self.mamba, self.of_mamba), (self.self_attn, self.of_attention)
         a, b = (
@@ -195,17 +216,25 @@ class Single(nn.Module):
     """A norm, and one thing behind it: attention, Mamba 2, an MLP or experts."""
 
     def __init__(
-        self, weights: Weights, name: str, config: PretrainedConfig, kind: NormKind,
+        self,
+        weights: Weights,
+        name: str,
+        config: PretrainedConfig,
+        kind: NormKind,
         mixer: nn.Module,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, norm_eps(config), kind)
         self.mixer = mixer
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rope: Rope, states: Iterator[LayerState],
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Rope,
+        states: Iterator[LayerState],
         batch: Batch,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         y, x = self.norm(x, delta, wanted_by(getattr(self.mixer, "in_proj", None)))
         if isinstance(self.mixer, Mixer):
             return x, self.mixer(y, rope, next(states), batch)
@@ -226,9 +255,16 @@ class PureMamba2(Decoder):
         c, bias = self.config, bool(self.config.use_bias)
         sizes = MambaSizes(c.num_heads, c.head_dim, c.n_groups, c.state_size, c.conv_kernel)
         mixer = Mamba2(
-            weights, f"{name}.mixer", c, sizes, int(c.expand * c.hidden_size), c.hidden_act,
-            (bias, bool(c.use_conv_bias), bias), c.time_step_limit, norm_eps(c),
-        )  # fmt: skip
+            weights,
+            f"{name}.mixer",
+            c,
+            sizes,
+            int(c.expand * c.hidden_size),
+            c.hidden_act,
+            (bias, bool(c.use_conv_bias), bias),
+            c.time_step_limit,
+            norm_eps(c),
+        )
         return Single(weights, name, c, self.norm_kind, mixer)
 
 
@@ -286,6 +322,13 @@ class NemotronH(Decoder):
             c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel
         )
         return Mamba2(
-            weights, name, c, sizes, sizes.heads * sizes.dim, c.mamba_hidden_act,
-            (bias, bool(c.use_conv_bias), bias), c.time_step_limit, norm_eps(c),
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            sizes,
+            sizes.heads * sizes.dim,
+            c.mamba_hidden_act,
+            (bias, bool(c.use_conv_bias), bias),
+            c.time_step_limit,
+            norm_eps(c),
+        )

@@ -11,6 +11,12 @@ class Mixtral(Mistral):
     def mlp(self, weights: Weights, name: str, index: int) -> MoE:
         c = self.config
         return MoE(
-            weights, name, c, c.num_local_experts, c.num_experts_per_tok, c.intermediate_size,
-            normalize=True, names=("w1", "w3", "w2"),
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            c.num_local_experts,
+            c.num_experts_per_tok,
+            c.intermediate_size,
+            normalize=True,
+            names=("w1", "w3", "w2"),
+        )

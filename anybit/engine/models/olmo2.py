@@ -15,6 +15,12 @@ class Olmo2(Decoder):
         c = self.config
         bias = bool(c.attention_bias)
         return Attention(
-            weights, name, c, bias, output_bias=bias, qk_norm="whole",
-            window=window_of(c, index), norm=self.norm_kind,
-        )  # fmt: skip
+            weights,
+            name,
+            c,
+            bias,
+            output_bias=bias,
+            qk_norm="whole",
+            window=window_of(c, index),
+            norm=self.norm_kind,
+        )

@@ -41,9 +41,14 @@ class OPTBlock(nn.Module):
         self.first = bool(c.do_layer_norm_before)
         self.act = activation_of(c)
         self.self_attn = Attention(
-            weights, f"{name}.self_attn", c, bias, output_bias=bias, output="out_proj",
+            weights,
+            f"{name}.self_attn",
+            c,
+            bias,
+            output_bias=bias,
+            output="out_proj",
             every_head=True,
-        )  # fmt: skip
+        )
         self.attention_norm = LayerNorm(weights, f"{name}.self_attn_layer_norm", c)
         self.mlp_norm = LayerNorm(weights, f"{name}.final_layer_norm", c)
         self.fc1 = weights.linear([f"{name}.fc1"], [c.ffn_dim], c.hidden_size, bias)

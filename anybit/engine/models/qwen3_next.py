@@ -33,15 +33,24 @@ class Qwen3_5(Decoder):
         if kind == "full_attention":
             bias = bool(c.attention_bias)
             return Attention(
-                weights, f"{name}.self_attn", c, bias, output_bias=bias, qk_norm=True,
-                norm=self.norm_kind, gated=True,
-            )  # fmt: skip
+                weights,
+                f"{name}.self_attn",
+                c,
+                bias,
+                output_bias=bias,
+                qk_norm=True,
+                norm=self.norm_kind,
+                gated=True,
+            )
         if kind != "linear_attention":
             raise UnknownModel(f"layer type {kind!r} is unknown")
         sizes = DeltaSizes(
-            c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim,
-            c.linear_value_head_dim, c.linear_conv_kernel_dim,
-        )  # fmt: skip
+            c.linear_num_key_heads,
+            c.linear_num_value_heads,
+            c.linear_key_head_dim,
+            c.linear_value_head_dim,
+            c.linear_conv_kernel_dim,
+        )
         return GatedDelta(
             weights, f"{name}.linear_attn", c, sizes, c.hidden_act, norm_eps(c), self.together
         )

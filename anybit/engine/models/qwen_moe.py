@@ -51,10 +51,14 @@ def experts(
     weights: Weights, name: str, config: PretrainedConfig, normalize: bool | None = None
 ) -> MoE:
     return MoE(
-        weights, name, config, config.num_experts, config.num_experts_per_tok,
+        weights,
+        name,
+        config,
+        config.num_experts,
+        config.num_experts_per_tok,
         config.moe_intermediate_size,
         bool(config.norm_topk_prob) if normalize is None else normalize,
-    )  # fmt: skip
+    )
 
 
 def is_sparse(config: PretrainedConfig, index: int) -> bool:

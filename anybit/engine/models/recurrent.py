@@ -63,9 +63,15 @@ class GatedNorm(nn.Module):
     """
 
     def __init__(
-        self, weights: Weights, name: str, size: int, groups: int | None, eps: float,
-        gate_first: bool, shared: bool = False,
-    ):  # fmt: skip
+        self,
+        weights: Weights,
+        name: str,
+        size: int,
+        groups: int | None,
+        eps: float,
+        gate_first: bool,
+        shared: bool = False,
+    ):
         super().__init__()
         self.groups, self.eps, self.gate_first, self.weight = groups or 1, eps, gate_first, None
         if groups is not None:
@@ -177,9 +183,16 @@ def mamba2(
     bias = bool(c.mamba_proj_bias)
     given = {"bias": (bias, bool(c.mamba_conv_bias), bias)} | options
     return Mamba2(
-        weights, name, c, sizes, inner, c.hidden_act, limits=c.time_step_limit, eps=norm_eps(c),
+        weights,
+        name,
+        c,
+        sizes,
+        inner,
+        c.hidden_act,
+        limits=c.time_step_limit,
+        eps=norm_eps(c),
         **given,
-    )  # fmt: skip
+    )
 
 
 class Mamba1(Mixer):
@@ -192,9 +205,13 @@ class Mamba1(Mixer):
         self.parts = [c.mamba_dt_rank, c.mamba_d_state, c.mamba_d_state]  # time steps, B, C
         self.in_proj = weights.linear([f"{name}.in_proj"], [2 * inner], hidden, bias)
         self.conv = convolution(
-            weights, f"{name}.conv1d", inner, c.mamba_d_conv, bool(c.mamba_conv_bias),
+            weights,
+            f"{name}.conv1d",
+            inner,
+            c.mamba_d_conv,
+            bool(c.mamba_conv_bias),
             activation(c.hidden_act),
-        )  # fmt: skip
+        )
         self.scans = self.conv, self.scan
         self.x_proj = weights.linear([f"{name}.x_proj"], [sum(self.parts)], inner)
         self.dt_proj = weights.linear([f"{name}.dt_proj"], [inner], c.mamba_dt_rank)
@@ -258,9 +275,15 @@ class GatedDelta(Mixer):
     """
 
     def __init__(
-        self, weights: Weights, name: str, config: PretrainedConfig, sizes: DeltaSizes, act: str,
-        eps: float, together: bool,
-    ):  # fmt: skip
+        self,
+        weights: Weights,
+        name: str,
+        config: PretrainedConfig,
+        sizes: DeltaSizes,
+        act: str,
+        eps: float,
+        together: bool,
+    ):
         super().__init__()
         heads, v_heads, dim, v_dim, window = sizes
         if v_heads % heads:

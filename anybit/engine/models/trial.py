@@ -18,10 +18,19 @@ from anybit.kernels.attention import Mask, Scores, sdpa, seen
 
 # What models hand to attention that does not change it, or that a mask says as well.
 HARMLESS = {
-    "dropout", "is_causal", "sliding_window", "position_ids", "position_embeddings", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "cache_position", "logits_to_keep",
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "cache_position",
+    "logits_to_keep",
     "output_router_logits",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,12 @@ class Trial:
         _, seen_by, window = mask
         softcap = options.get("softcap")
         scores = Scores(
-            call.scale, window or None, None if softcap is None else float(softcap),
-            options.get("s_aux"), seen_by if window is None else None,
-        )  # fmt: skip
+            call.scale,
+            window or None,
+            None if softcap is None else float(softcap),
+            options.get("s_aux"),
+            seen_by if window is None else None,
+        )
         self.layers.append(Layer(scores, k.shape[1], max(k.shape[3], v.shape[3])))
         compare(call, seen_by, scores)
         return self.alone(call)

@@ -94,9 +94,13 @@ def capture_of(stream: int) -> tuple[int, int]:
     status, number, graph = c_int(), c_uint64(), c_uint64()
     call(
         "cuStreamGetCaptureInfo_v2",
-        c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph),
-        None, None,
-    )  # fmt: skip
+        c_void_p(stream),
+        ctypes.byref(status),
+        ctypes.byref(number),
+        ctypes.byref(graph),
+        None,
+        None,
+    )
     return number.value, graph.value
 
 

@@ -101,9 +101,18 @@ def multiply(
     (m, k), (w, row_scale, row_zero, *table), wide = x.shape, layout, whole(n)
     y = torch.empty(m, wide, dtype=dtype, device=x.device)
     bias = offsets(bias, wide, dtype)
-    values = {"x": x, "table": table[0] if table else None, "token_scale": scale,
-              "token_sum": sums, "starts": starts, "pairs": pairs, "m": m, "k": k, "stride": wide,
-              "experts": 0 if starts is None else len(starts) - 1}  # fmt: skip
+    values = {
+        "x": x,
+        "table": table[0] if table else None,
+        "token_scale": scale,
+        "token_sum": sums,
+        "starts": starts,
+        "pairs": pairs,
+        "m": m,
+        "k": k,
+        "stride": wide,
+        "experts": 0 if starts is None else len(starts) - 1,
+    }
     for each in launches:
         first = each.first
         work, counters = meeting_place(each, x.device)
@@ -137,10 +146,20 @@ def multiply_codebook(
     blocks, row_scale, *books = prepared.layout
     work, counters = meeting_place(launch, x.device)
     bias = offsets(bias, n, x.dtype)
-    values = {"w": blocks, "book": books[x.dtype == torch.bfloat16], "row_scale": row_scale,
-              "bias": bias, "work": work, "counters": counters, "n": n, "k": k,
-              "cluster": launch.cluster, "splits": launch.splits, "early": launch.overlap,
-              "shared": launch.shared}  # fmt: skip
+    values = {
+        "w": blocks,
+        "book": books[x.dtype == torch.bfloat16],
+        "row_scale": row_scale,
+        "bias": bias,
+        "work": work,
+        "counters": counters,
+        "n": n,
+        "k": k,
+        "cluster": launch.cluster,
+        "splits": launch.splits,
+        "early": launch.overlap,
+        "shared": launch.shared,
+    }
     for some, to in zip(x.split(launch.tokens), y.split(launch.tokens), strict=True):
         values |= {"x": some, "y": to, "m": len(some)}
         launch.kernel.launch(values, launch.grid, launch.overlap)

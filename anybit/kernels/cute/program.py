@@ -56,7 +56,14 @@ class CodebookProgram(Program):
     def compile(self) -> Compiled:
         """For the architecture of the kernel."""
         half = TYPES[self.dtype]
-        pointers = {"x": (half, 16), "w": (Uint8, 32), "book": (half, 16),
-                    "row_scale": (Float32, 4), "bias": (half, 2), "y": (half, 2),
-                    "work": (Float32, 16), "counters": (Int32, 4)}  # fmt: skip
+        pointers = {
+            "x": (half, 16),
+            "w": (Uint8, 32),
+            "book": (half, 16),
+            "row_scale": (Float32, 4),
+            "bias": (half, 2),
+            "y": (half, 2),
+            "work": (Float32, 16),
+            "counters": (Int32, 4),
+        }
         return compile_program(self, CodebookArguments, pointers, self.spec.architecture)

@@ -113,9 +113,7 @@ def dp4a(
 
 
 @dsl_user_op
-def mma_bytes(
-    a: list, b: list, plus: tuple[int, int], *, loc: Any = None, ip: Any = None
-) -> list:  # fmt: skip
+def mma_bytes(a: list, b: list, plus: tuple[int, int], *, loc: Any = None, ip: Any = None) -> list:
     """m16n8k32: a b of unsigned and of signed bytes, plus a number to even and to odd columns."""
     text = (
         "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
@@ -224,9 +222,15 @@ def halves_to_float(word: Uint32, *, loc: Any = None, ip: Any = None) -> list:
 
 @dsl_user_op
 def load_shared(
-    address: Int32, n: int, offset: int = 0, fresh: bool = False, kind: Any = Uint32, *,
-    loc: Any = None, ip: Any = None,
-) -> list:  # fmt: skip
+    address: Int32,
+    n: int,
+    offset: int = 0,
+    fresh: bool = False,
+    kind: Any = Uint32,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> list:
     """n consecutive 32-bit words."""
     text = f"ld.shared{width(n)}.b32 {slots(0, n)}, [${n}+{offset}];"
     return several(n, kind, [Int32(address)], text, "r", fresh, {"loc": loc, "ip": ip})

@@ -84,9 +84,15 @@ def arrive_after_copies(barrier: Int32, *, loc: Any = None, ip: Any = None) -> N
 
 @dsl_user_op
 def bulk_load_bytes(
-    to: Int32, source: Int64, size: Int32, barrier: Int32, read: Uint32, *,
-    loc: Any = None, ip: Any = None,
-) -> None:  # fmt: skip
+    to: Int32,
+    source: Int64,
+    size: Int32,
+    barrier: Int32,
+    read: Uint32,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
     """Arm the barrier for `size` bytes and start their copy; one thread calls it.
 
     read: a word that depends on all that this copy overwrites. The copy engine does not queue

@@ -257,13 +257,15 @@ class Codebook(Ring):
                     wanted = Int32(at < last) & Int32(token < m)
                     column = at * self.cells.columns + (i * 8 + 2 * t) * v
                     address = Int64(x.toint()) + (Int64(token) * k + column) * 2
-                    tokens.append([
-                        word
-                        for piece in range(v // 4)
-                        for word in load_global(
-                            address + piece * 16, 4, wanted & Int32(column + piece * 8 < k)
-                        )
-                    ])  # fmt: skip
+                    tokens.append(
+                        [
+                            word
+                            for piece in range(v // 4)
+                            for word in load_global(
+                                address + piece * 16, 4, wanted & Int32(column + piece * 8 < k)
+                            )
+                        ]
+                    )
                 rows.append(tokens)
             out.append(rows)
         return out

@@ -155,9 +155,19 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, acc, block: cutlass.Constexpr[int], channels, table, count, given, channel, start,
-        end, buffer, lane,
-    ):  # fmt: skip
+        self,
+        acc,
+        block: cutlass.Constexpr[int],
+        channels,
+        table,
+        count,
+        given,
+        channel,
+        start,
+        end,
+        buffer,
+        lane,
+    ):
         """Scale, add the bias, round, and write 16 channels of every token."""
         scales, zeros, offsets = channels
         base = const_expr(block * (self.tokens // 2))

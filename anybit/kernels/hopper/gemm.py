@@ -102,10 +102,21 @@ class Gemm(Order, Producer, Words, Epilogue):
         """For sm_90a."""
         out = TYPES[self.out]
         fp32, word = (Float32, 4), (Int32, 4)
-        pointers = {"x": (self.b, 16), "w": (Uint8, 128), "row_scale": fp32, "row_zero": word,
-                    "table": word, "token_scale": fp32, "token_sum": word, "bias": (out, 2),
-                    "y": (out, 16), "starts": word, "work": (Float32, 16), "counters": word,
-                    "pairs": word}  # fmt: skip
+        pointers = {
+            "x": (self.b, 16),
+            "w": (Uint8, 128),
+            "row_scale": fp32,
+            "row_zero": word,
+            "table": word,
+            "token_scale": fp32,
+            "token_sum": word,
+            "bias": (out, 2),
+            "y": (out, 16),
+            "starts": word,
+            "work": (Float32, 16),
+            "counters": word,
+            "pairs": word,
+        }
         return compile_program(self, GemmArguments, pointers, ARCHITECTURE)
 
     def mma_op(self) -> Any:
@@ -348,19 +359,40 @@ class Gemm(Order, Producer, Words, Epilogue):
             self.exchange(acc, shared, warp, rank, t % 32)
             finishes = (warp < self.finishers) & (rank * self.finishers + warp < 8)
         if const_expr(self.tile.stream_k):
-            finishes = join(
-                acc, self.acc, self.joined, given.work.toint(), given.counters.toint(),
-                8, warp, turns.share, tile, k_first, k_last, t % 32,
-            ) > 0  # fmt: skip
+            finishes = (
+                join(
+                    acc,
+                    self.acc,
+                    self.joined,
+                    given.work.toint(),
+                    given.counters.toint(),
+                    8,
+                    warp,
+                    turns.share,
+                    tile,
+                    k_first,
+                    k_last,
+                    t % 32,
+                )
+                > 0
+            )
         if const_expr(self.grouped and self.tile.wide):  # again: the loop has no registers left
             row_tile, _, expert, start, end = self.locate(tile, problem)
         if finishes:
             for i in cutlass.range_constexpr(self.blocks):
                 self.store(
-                    acc, i, channels, table, pairs, given,
-                    row_tile * rows + i * ROWS + slice_of_16 * 16, start, end,
-                    shared.outputs.data_ptr() + warp * (48 * self.batch), t % 32,
-                )  # fmt: skip
+                    acc,
+                    i,
+                    channels,
+                    table,
+                    pairs,
+                    given,
+                    row_tile * rows + i * ROWS + slice_of_16 * 16,
+                    start,
+                    end,
+                    shared.outputs.data_ptr() + warp * (48 * self.batch),
+                    t % 32,
+                )
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)  # the table is read
         return RingAt(stage, phase, slot), after
 

@@ -70,8 +70,10 @@ class ClusterLauncher(CodebookLauncher):
         try:
             call(
                 "cuOccupancyMaxActiveClusters",
-                ctypes.byref(count), self.kernel, ctypes.byref(frame.config),
-            )  # fmt: skip
+                ctypes.byref(count),
+                self.kernel,
+                ctypes.byref(frame.config),
+            )
         except RuntimeError:  # a launch says whether it can run
             return 0
         return count.value

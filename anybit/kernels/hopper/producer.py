@@ -116,6 +116,8 @@ class Producer:
             for i in cutlass.range_constexpr(self.blocks):
                 at = (row_blob + i) * k_tiles + k
                 bulk_load(
-                    to + i * self.blob, w.toint() + Int64(at) * self.blob, self.blob,
+                    to + i * self.blob,
+                    w.toint() + Int64(at) * self.blob,
+                    self.blob,
                     barrier.toint(),
-                )  # fmt: skip
+                )

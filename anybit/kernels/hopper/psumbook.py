@@ -224,11 +224,13 @@ class Psumbook(Ring):
             for s in range(self.spans):
                 entry = c * 256 + (warp * self.spans + s) * 16 + g
                 at = Int64(book.toint()) + (entry * v + column) * 2
-                spans.append([
-                    load_global(at + (row * v + eight) * 2, 1, Int32(1))[0]
-                    for eight in range(0, max(v, 8), 8)
-                    for row in (0, 8)
-                ])  # fmt: skip
+                spans.append(
+                    [
+                        load_global(at + (row * v + eight) * 2, 1, Int32(1))[0]
+                        for eight in range(0, max(v, 8), 8)
+                        for row in (0, 8)
+                    ]
+                )
             out.append(spans)
         return out
 

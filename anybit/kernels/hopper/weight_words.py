@@ -57,9 +57,14 @@ class Words:
 
     @cute.jit
     def decode_half(
-        self, words, grid, registers, half: cutlass.Constexpr[int], i: cutlass.Constexpr[int],
+        self,
+        words,
+        grid,
+        registers,
+        half: cutlass.Constexpr[int],
+        i: cutlass.Constexpr[int],
         place: cutlass.Constexpr[int],
-    ):  # fmt: skip
+    ):
         """64 columns of block i: code words -> A registers of their WGMMAs, from `place` on."""
         d = self.decoder
         codes = [Word(words[w % 4, w // 4, i]) for w in range(half * d.bits, (half + 1) * d.bits)]

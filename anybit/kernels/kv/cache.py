@@ -32,9 +32,14 @@ class Heads(NamedTuple):
     def empty(self, room: Room) -> "LayerCache":
         room.kv.check(self.dim)
         return LayerCache.empty(
-            room.blocks, self.kv_heads, room.block_size, self.dim, self.format(room.kv),
-            room.device, self.scales,
-        )  # fmt: skip
+            room.blocks,
+            self.kv_heads,
+            room.block_size,
+            self.dim,
+            self.format(room.kv),
+            room.device,
+            self.scales,
+        )
 
 
 def rms_of_heads(bias: Tensor, dim: int) -> float:
@@ -60,9 +65,13 @@ class LayerCache:
     """
 
     def __init__(
-        self, format: KvFormat, k: Tensor, v: Tensor, k_scale: Tensor | None = None,
+        self,
+        format: KvFormat,
+        k: Tensor,
+        v: Tensor,
+        k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-    ):  # fmt: skip
+    ):
         self.format, self.k, self.v = format, k, v
         self.k_scale, self.v_scale = k_scale, v_scale
         self.kinds = format.k.kind, format.v.kind
@@ -76,9 +85,15 @@ class LayerCache:
 
     @classmethod
     def empty(
-        cls, blocks: int, heads: int, block_size: int, head_dim: int, format: KvFormat,
-        device: torch.device, scales: tuple[Tensor, Tensor] | None = None,
-    ) -> "LayerCache":  # fmt: skip
+        cls,
+        blocks: int,
+        heads: int,
+        block_size: int,
+        head_dim: int,
+        format: KvFormat,
+        device: torch.device,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> "LayerCache":
         """A cache of zeros.
 
         Args:
@@ -139,9 +154,14 @@ class LayerCache:
         return self.family is not TORCH
 
     def attend(
-        self, qkv: Tensor | Unturned, heads: int, batch: Batch, rope: tuple[Tensor, Tensor] | None,
-        scores: Scores, norms: tuple[Tensor, Tensor, float] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        qkv: Tensor | Unturned,
+        heads: int,
+        batch: Batch,
+        rope: tuple[Tensor, Tensor] | None,
+        scores: Scores,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:
         """From projections (T, (heads + 2 kv_heads) * head_dim) to the output (T, heads, head_dim).
 
         Always attends to what went into the cache and never to K and V before that, so that neither

@@ -35,8 +35,10 @@ class Decode(Product):
                 cute.arch.sync_threads()
             room = base + thread // 32 * (16 * COPIED_ROW)
         row = slot * 16 + lane // 4
-        scales = [load_once(given.row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
-                  for v in range(2)]  # fmt: skip
+        scales = [
+            load_once(given.row_scale.toint() + Int64(row + v * 8) * 4, cutlass.Float32)
+            for v in range(2)
+        ]
         blob = Int64(slot // 8 * k_tiles + first)
         for i in cutlass.range(cutlass.min(Int32(self.stages), k_tiles - first), unroll=1):
             at = given.w.toint() + (blob + i) * self.decoder.blob_bytes

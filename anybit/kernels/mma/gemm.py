@@ -162,9 +162,13 @@ class Gemm(Product):
         for i in cutlass.range_constexpr(-(-self.tokens // step)):
             token = unit.token + i * step
             copy_or_zero(
-                into, i * step * self.token_bytes, at + Int64(token) * (k * self.width), 0,
-                inside, (token < unit.end) & (row + i * step < self.tokens),
-            )  # fmt: skip
+                into,
+                i * step * self.token_bytes,
+                at + Int64(token) * (k * self.width),
+                0,
+                inside,
+                (token < unit.end) & (row + i * step < self.tokens),
+            )
 
     # Finishing.
 

@@ -237,6 +237,10 @@ class Narrow(Product):
             token = lot.row + i
             into = to + self.x_at + token * self.token_bytes + (lot.column ^ (token & 7)) * 16
             copy_or_zero(
-                into, 0, lot.at + Int64(lot.first + token) * (lot.k * self.width), 0,
-                lot.inside, lot.first + token < lot.end,
-            )  # fmt: skip
+                into,
+                0,
+                lot.at + Int64(lot.first + token) * (lot.k * self.width),
+                0,
+                lot.inside,
+                lot.first + token < lot.end,
+            )

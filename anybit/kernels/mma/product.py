@@ -69,10 +69,21 @@ class Product(Program):
     def compile(self) -> Compiled:
         """For the architecture of the kernel."""
         out, fp32, word = TYPES[self.out], (Float32, 4), (Int32, 4)
-        pointers = {"x": (TYPES[self.activation], 16), "w": (Uint8, 128), "row_scale": fp32,
-                    "row_zero": word, "table": word, "token_scale": fp32, "token_sum": word,
-                    "bias": (out, 2), "y": (out, 16), "work": (Float32, 16), "counters": word,
-                    "starts": word, "pairs": word}  # fmt: skip
+        pointers = {
+            "x": (TYPES[self.activation], 16),
+            "w": (Uint8, 128),
+            "row_scale": fp32,
+            "row_zero": word,
+            "table": word,
+            "token_scale": fp32,
+            "token_sum": word,
+            "bias": (out, 2),
+            "y": (out, 16),
+            "work": (Float32, 16),
+            "counters": word,
+            "starts": word,
+            "pairs": word,
+        }
         return compile_program(self, self.parameters, pointers, self.spec.architecture)
 
     # A table, for decoders that look weights up; what follows it in shared memory is rings.

@@ -51,12 +51,26 @@ class Restore(Decode):
         h = self.signs(lane)
         slot = block * PARTS + warp
         # Of four rows whose sums this lane has; 1 / 8 here and 1 / 16 below make both H orthogonal.
-        scales = [[load_once(given.row_scale.toint()
-                             + Int64(slot * SIDE + v * 8 + lane % 4 * 2 + c) * 4, Float32)
-                   * Float32(1 / 8) for c in range(2)] for v in range(2)]  # fmt: skip
+        scales = [
+            [
+                load_once(
+                    given.row_scale.toint() + Int64(slot * SIDE + v * 8 + lane % 4 * 2 + c) * 4,
+                    Float32,
+                )
+                * Float32(1 / 8)
+                for c in range(2)
+            ]
+            for v in range(2)
+        ]
         first_row = block * K_TILE + warp * 2
-        out = [[load_half(given.work.toint() + Int64(first_row + part * SIDE + r) * 2, "float16")
-                * Float32(1 / 16) for part in range(PARTS)] for r in range(2)]  # fmt: skip
+        out = [
+            [
+                load_half(given.work.toint() + Int64(first_row + part * SIDE + r) * 2, "float16")
+                * Float32(1 / 16)
+                for part in range(PARTS)
+            ]
+            for r in range(2)
+        ]
         blob = Int64(block * k_tiles + first)
         into = room + (warp * SIDE + lane // 4) * RESTORED_ROW + lane % 4 * 8
         back = room + warp * 2 * RESTORED_ROW + lane * 16
@@ -88,8 +102,10 @@ class Restore(Decode):
         sums = self.along_columns(h, a)
         for j in range(PARTS):
             for c in range(2):
-                pair = [pack2(*(sums[j][v][2 * c + e] * scales[v][e] for e in range(2)), self.out)
-                        for v in range(2)]  # fmt: skip
+                pair = [
+                    pack2(*(sums[j][v][2 * c + e] * scales[v][e] for e in range(2)), self.out)
+                    for v in range(2)
+                ]
                 turned = mma([Float32(0)] * 4, h, pair, self.out)
                 for v in range(2):
                     place = v * 8 * RESTORED_ROW + (j * SIDE + c * 8) * 4
@@ -102,16 +118,22 @@ class Restore(Decode):
         and 2t + 1 of rows g and g + 8.
         """
         zeros = [Float32(0)] * 4
-        parts = [[mma(zeros, h, [a[4 * j + v], a[4 * j + 2 + v]], self.out) for v in range(2)]
-                 for j in range(PARTS)]  # fmt: skip
+        parts = [
+            [mma(zeros, h, [a[4 * j + v], a[4 * j + 2 + v]], self.out) for v in range(2)]
+            for j in range(PARTS)
+        ]
         flat = butterflies([[x for four in part for x in four] for part in parts])
         return [[part[:4], part[4:]] for part in flat]
 
     def along_rows(self, back, first_row, column, inside, out, given):
         """Two of each 16 rows, four columns: the rest of H, both vectors, and whole lines of W."""
         for r in range(2):
-            parts = butterflies([load_shared(back, 4, (part * SIDE + r) * RESTORED_ROW, True,
-                                             Float32) for part in range(PARTS)])  # fmt: skip
+            parts = butterflies(
+                [
+                    load_shared(back, 4, (part * SIDE + r) * RESTORED_ROW, True, Float32)
+                    for part in range(PARTS)
+                ]
+            )
             for part in range(PARTS):
                 row = Int64(first_row + part * SIDE + r)
                 each = zip(parts[part], inside, strict=True)

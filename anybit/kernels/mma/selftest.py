@@ -109,9 +109,14 @@ def tested(layer: LayerSpec, experts: bool) -> dict[str, str]:
     """Run the test of `kernels_of` in another process; all verdicts."""
     assert layer.dtype is not None
     name = torch.cuda.get_device_name(layer.device)
-    facts = (layer.format.spec, layer.activation or "", *map(str, layer.shape),
-             operands.NAMES[layer.dtype], str(layer.device),
-             *["experts"] * experts)  # fmt: skip
+    facts = (
+        layer.format.spec,
+        layer.activation or "",
+        *map(str, layer.shape),
+        operands.NAMES[layer.dtype],
+        str(layer.device),
+        *["experts"] * experts,
+    )
     command = [sys.executable, "-m", __name__, *facts]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
@@ -127,10 +132,14 @@ def tested(layer: LayerSpec, experts: bool) -> dict[str, str]:
     wrong = sum(known[name] != RIGHT for name in wanted)
     log.warning(
         "self-test of the mma kernels for %s%s %s on %s: %d of %d are right; %s",
-        "experts of " * experts, layer.format.spec, layer.shape, name, len(wanted) - wrong,
+        "experts of " * experts,
+        layer.format.spec,
+        layer.shape,
+        name,
+        len(wanted) - wrong,
         len(wanted),
         "they are used" if not wrong else f"they are not used, see {verdict_file(layer.device)}",
-    )  # fmt: skip
+    )
     return known
 
 

@@ -17,16 +17,19 @@ from anybit.kernels.native.floats import (
     read,
     several,
     whole,
-)  # fmt: skip
+)
 from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import Operand, laid
 
 NAMES = ("next", "x", "stride", "k", "m", "tokens", "units", "to", "sums", "groups")
 DTYPES = {
-    torch.float32: F32, torch.bfloat16: BF16, torch.float16: "half", torch.int8: I8,
+    torch.float32: F32,
+    torch.bfloat16: BF16,
+    torch.float16: "half",
+    torch.int8: I8,
     torch.int16: I16,
-}  # fmt: skip
+}
 WIDEST = 16  # lanes of 32 bits
 SERIAL = 1 << 16  # numbers that one thread moves sooner than two would be woken
 

@@ -21,12 +21,40 @@ from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Val
 from anybit.kernels.native.isa import Isa
 
 ATTEND = (
-    "next", "q", "k", "v", "k_scale", "v_scale", "tables", "width", "contexts", "starts", "ends",
-    "sums", "outs", "sequences", "kv_heads", "block", "parts", "scale", "window", "cap",
-)  # fmt: skip
+    "next",
+    "q",
+    "k",
+    "v",
+    "k_scale",
+    "v_scale",
+    "tables",
+    "width",
+    "contexts",
+    "starts",
+    "ends",
+    "sums",
+    "outs",
+    "sequences",
+    "kv_heads",
+    "block",
+    "parts",
+    "scale",
+    "window",
+    "cap",
+)
 COMBINE = (
-    "next", "sums", "outs", "sinks", "ends", "out", "first", "last", "rows", "heads", "parts",
-)  # fmt: skip
+    "next",
+    "sums",
+    "outs",
+    "sinks",
+    "ends",
+    "out",
+    "first",
+    "last",
+    "rows",
+    "heads",
+    "parts",
+)
 PART = 256  # tokens of a context that a thread attends to at once
 QUERIES = 16  # of a K head that a thread attends with at once, at least one token's
 MOST_TOKENS = 64  # beside each other, of any texts
@@ -71,17 +99,42 @@ def attend(
     spec = Attend(cache_of(q, cache), heads // kv_heads, softcap is not None, several)
     tensors = q, cache.k, cache.v, cache.k_scale, cache.v_scale, part.tables
     attend_kernel(spec)(
-        (0, *map(pointer, tensors), part.tables.stride(0), part.contexts.data_ptr(), starts, ends,
-         sums, outs, sequences, kv_heads, block, parts, bits_of(scale),
-         NO_WINDOW if window is None else window, bits_of(softcap or 0.0)),
+        (
+            0,
+            *map(pointer, tensors),
+            part.tables.stride(0),
+            part.contexts.data_ptr(),
+            starts,
+            ends,
+            sums,
+            outs,
+            sequences,
+            kv_heads,
+            block,
+            parts,
+            bits_of(scale),
+            NO_WINDOW if window is None else window,
+            bits_of(softcap or 0.0),
+        ),
         count,
-    )  # fmt: skip
+    )
     sinks = None if sinks is None else sinks.float()
     last = starts + 4 * sequences
     combine_kernel(level(), DTYPES[q.dtype], dim, sinks is not None, several)(
-        (0, sums, outs, pointer(sinks), ends, out.data_ptr(), starts, last, tokens * heads, heads,
-         parts)
-    )  # fmt: skip
+        (
+            0,
+            sums,
+            outs,
+            pointer(sinks),
+            ends,
+            out.data_ptr(),
+            starts,
+            last,
+            tokens * heads,
+            heads,
+            parts,
+        )
+    )
     return out
 
 
@@ -261,8 +314,9 @@ class _Attend:
             pairs = f.cast("zext", f.load(vec(lanes, I8), row, j), vec(lanes, I32))
             group = j // cache.group
             for codes, place, (scale, low) in (
-                (pairs & 15, j, grid[group]), (pairs >> 4, half + j, grid[cache.groups + group])
-            ):  # fmt: skip
+                (pairs & 15, j, grid[group]),
+                (pairs >> 4, half + j, grid[cache.groups + group]),
+            ):
                 x = f.cast("sitofp", codes, vec(lanes, F32))
                 f.store(f.fma(x, scale, low), self.tile, to + 4 * place)
 
@@ -354,9 +408,11 @@ def _pairs(f: Function, a: Value, b: Value, width: int) -> Value:
     """Runs of `width` lanes of a and b in turn, each added to the run beside it."""
     count = ir.lanes(a.kind)
     left = [
-        start + side + i for start in range(0, count, 2 * width) for side in (0, count)
+        start + side + i
+        for start in range(0, count, 2 * width)
+        for side in (0, count)
         for i in range(width)
-    ]  # fmt: skip
+    ]
     return f.shuffle(a, b, left) + f.shuffle(a, b, [i + width for i in left])
 
 

@@ -394,12 +394,21 @@ def _multiply(
     else:
         xs, xsum = activations.pack(x, operand, product.tokens, product.sums)
     values = {
-        "w": w.data_ptr(), "table": tables.data_ptr() + product.table, "scale": scales.data_ptr(),
-        "offset": offsets.data_ptr(), "row": row.data_ptr(), "bias": bias.data_ptr(),
-        "x": xs.data_ptr(), "xsum": 0 if xsum is None else xsum.data_ptr(),
-        "xscale": 0 if scale is None else scale.data_ptr(), "y": y.data_ptr(),
-        "n": n, "blocks": blocks, "m": m, "shift": product.shift,
-    }  # fmt: skip
+        "w": w.data_ptr(),
+        "table": tables.data_ptr() + product.table,
+        "scale": scales.data_ptr(),
+        "offset": offsets.data_ptr(),
+        "row": row.data_ptr(),
+        "bias": bias.data_ptr(),
+        "x": xs.data_ptr(),
+        "xsum": 0 if xsum is None else xsum.data_ptr(),
+        "xscale": 0 if scale is None else scale.data_ptr(),
+        "y": y.data_ptr(),
+        "n": n,
+        "blocks": blocks,
+        "m": m,
+        "shift": product.shift,
+    }
     names: tuple[str, ...] = gemv.NAMES
     if not product.decoder:
         many = -(-n // BAND) if banded else n
@@ -414,8 +423,12 @@ def _multiply(
         part = -(-blocks // parts)
         room = gemm.room(operand, strip, part, m)
         values |= {
-            "blocks": blocks, "vectors": laid(k) // operand.codes * operand.vectors,
-            "strip": strip, "part": part, "decode": product.decoder,
-            "scratch": build.workspace(room * threads).data_ptr(), "room": room,
-        }  # fmt: skip
+            "blocks": blocks,
+            "vectors": laid(k) // operand.codes * operand.vectors,
+            "strip": strip,
+            "part": part,
+            "decode": product.decoder,
+            "scratch": build.workspace(room * threads).data_ptr(),
+            "room": room,
+        }
     product.kernel([values.get(name, 0) for name in names], threads)

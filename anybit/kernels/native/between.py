@@ -21,9 +21,13 @@ class Native(Family):
         return fused.able()
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float,
+        self,
+        x: Tensor,
+        delta: Tensor | Unturned | None,
+        weight: Tensor,
+        eps: float,
         wanted: Wanted = AS_IT_IS,
-    ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | Activations, Tensor]:
         delta = None if delta is None else finished(delta)
         if not (fused.suits(x) if delta is None else fused.suits(x, delta)):
             return super().add_norm(x, delta, weight, eps)

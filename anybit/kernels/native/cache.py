@@ -26,15 +26,32 @@ from anybit.kernels.native.floats import (
     rounded,
     through,
     whole,
-)  # fmt: skip
+)
 from anybit.kernels.native.fused import FLOATS, bits_of, level, threads
 from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 WRITE = (
-    "next", "qkv", "stride", "q", "k", "v", "k_scale", "v_scale", "cos", "sin", "positions",
-    "slots", "q_weight", "k_weight", "tokens", "heads", "kv_heads", "block", "eps",
-)  # fmt: skip
+    "next",
+    "qkv",
+    "stride",
+    "q",
+    "k",
+    "v",
+    "k_scale",
+    "v_scale",
+    "cos",
+    "sin",
+    "positions",
+    "slots",
+    "q_weight",
+    "k_weight",
+    "tokens",
+    "heads",
+    "kv_heads",
+    "block",
+    "eps",
+)
 HEADS = 8  # that a thread writes at once
 
 
@@ -122,10 +139,19 @@ def write(
     planes = cache.k, cache.v, cache.k_scale, cache.v_scale
     tensors = q, *planes, *rope, positions, slots, q_weight, k_weight
     kernel(
-        (0, qkv.data_ptr(), qkv.stride(0) * qkv.itemsize, *map(pointer, tensors),
-         len(qkv), heads, kv_heads, block, bits_of(eps)),
+        (
+            0,
+            qkv.data_ptr(),
+            qkv.stride(0) * qkv.itemsize,
+            *map(pointer, tensors),
+            len(qkv),
+            heads,
+            kv_heads,
+            block,
+            bits_of(eps),
+        ),
         threads(qkv.numel()),
-    )  # fmt: skip
+    )
     return q
 
 

@@ -145,9 +145,14 @@ class Codes(InRows):
         return total
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table",
+        self,
+        f: Function,
+        operand: Operand,
+        block: Value,
+        unit: int,
+        table: "Table",
         count: int = BLOCK,
-    ) -> list[Value]:  # fmt: skip
+    ) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order. count: codes of the block."""
         isa = operand.isa
         bits, indices = isa.bits, partial(self._index, f, isa, block, count)
@@ -217,9 +222,14 @@ class Vectors(InRows):
         return count // self.width * self.books * self.item
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Table",
+        self,
+        f: Function,
+        operand: Operand,
+        block: Value,
+        unit: int,
+        table: "Table",
         count: int = BLOCK,
-    ) -> list[Value]:  # fmt: skip
+    ) -> list[Value]:
         """As `Codes.unit`."""
         per = RUN // self.width
         parts = []

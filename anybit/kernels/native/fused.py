@@ -20,13 +20,23 @@ from anybit.kernels.native.floats import (
     rounded,
     several,
     through,
-)  # fmt: skip
+)
 from anybit.kernels.native.ir import F32, PTR, Arguments, Function, Value
 from anybit.kernels.native.isa import Isa, isa
 
 NORM = (
-    "next", "x", "x_stride", "delta", "delta_stride", "weight", "out", "total", "m", "n", "eps",
-)  # fmt: skip
+    "next",
+    "x",
+    "x_stride",
+    "delta",
+    "delta_stride",
+    "weight",
+    "out",
+    "total",
+    "m",
+    "n",
+    "eps",
+)
 GATED = ("next", "gate", "gate_stride", "up", "up_stride", "out", "m", "n", "parts")
 COPY = ("next", "from", "to", "n")
 PART = 1024  # columns that a thread takes at once

@@ -17,9 +17,29 @@ from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
 
 NAMES = (
-    "next", "slot", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
-    "n", "blocks", "vectors", "m", "strip", "part", "decode", "scratch", "room", "shift",
-)  # fmt: skip
+    "next",
+    "slot",
+    "w",
+    "table",
+    "scale",
+    "offset",
+    "row",
+    "bias",
+    "x",
+    "xsum",
+    "xscale",
+    "y",
+    "n",
+    "blocks",
+    "vectors",
+    "m",
+    "strip",
+    "part",
+    "decode",
+    "scratch",
+    "room",
+    "shift",
+)
 TOKENS = 4
 STRIP = 48  # rows of a tile; it and an equal share of x fill half of a cache of 1 MB
 PART = 16  # blocks of bytes in a row of a tile, 8 KB
@@ -107,9 +127,16 @@ def _decode(spec: Tile) -> Function:
 
 
 def _block(
-    f: Function, args: Arguments, spec: Tile, table: Any, count: int, codes: Value, group: Value,
-    to: Value, stride: Value,
-) -> None:  # fmt: skip
+    f: Function,
+    args: Arguments,
+    spec: Tile,
+    table: Any,
+    count: int,
+    codes: Value,
+    group: Value,
+    to: Value,
+    stride: Value,
+) -> None:
     """Decode a block of `count` codes, whose first group is `group`."""
     operand = spec.operand
     groups = BLOCK // spec.group if spec.group else 0  # of a whole block
@@ -342,9 +369,10 @@ def _add_up(f: Function, parts: list[Value]) -> Value:
         low = [
             start + i + other * count
             for start in range(0, count, 4)
-            for i, other in ([(0, 0), (0, 1), (1, 0), (1, 1)] if width == 1 else
-                             [(0, 0), (1, 0), (0, 1), (1, 1)])
-        ]  # fmt: skip
+            for i, other in (
+                [(0, 0), (0, 1), (1, 0), (1, 1)] if width == 1 else [(0, 0), (1, 0), (0, 1), (1, 1)]
+            )
+        ]
         return f.shuffle(p, q, low) + f.shuffle(p, q, [i + 2 for i in low])
 
     total = both(both(a, b, 1), both(c, d, 1), 2)

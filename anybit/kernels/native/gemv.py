@@ -15,9 +15,23 @@ from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
 
 NAMES = (
-    "next", "w", "table", "scale", "offset", "row", "bias", "x", "xsum", "xscale", "y",
-    "n", "blocks", "m", "chunk", "shift",
-)  # fmt: skip
+    "next",
+    "w",
+    "table",
+    "scale",
+    "offset",
+    "row",
+    "bias",
+    "x",
+    "xsum",
+    "xscale",
+    "y",
+    "n",
+    "blocks",
+    "m",
+    "chunk",
+    "shift",
+)
 CHAINS = 4  # sums of a band that do not wait for each other
 AHEAD = 2048  # bytes between small groups and what is asked of memory; others gain nothing by it
 CHAIN = 16  # products that wait for each other; those of the next chain do not
@@ -229,9 +243,12 @@ class _Bands:
         f, halves = self.function, 2 if self.operand.kind == "split" else 1
         zero = f.zero(self.operand.sums)
         return [
-            [[[f.variable(zero) for _ in range(chains)] for _ in range(halves)]
-             for _ in range(self.operand.parts)] for _ in range(self.spec.m)
-        ]  # fmt: skip
+            [
+                [[f.variable(zero) for _ in range(chains)] for _ in range(halves)]
+                for _ in range(self.operand.parts)
+            ]
+            for _ in range(self.spec.m)
+        ]
 
     def _multiply(self, codes: Value, b: Value, sums: Sums, first: int, count: int) -> None:
         """Add the products of `count` columns of block b."""
@@ -339,9 +356,14 @@ def factors_at(
 
 
 def store(
-    args: Arguments, total: Value, row: Value, token: Value | int, dtype: str, quantized: bool,
+    args: Arguments,
+    total: Value,
+    row: Value,
+    token: Value | int,
+    dtype: str,
+    quantized: bool,
     shifted: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Scale sums of a token and of rows from `row` on, add the bias, and put them into y.
 
     Args:

@@ -21,8 +21,12 @@ from anybit.kernels.native.program import Program
 
 aten = torch.ops.aten
 ALLOCATIONS = {
-    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
-}  # fmt: skip
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
 UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 

@@ -66,9 +66,14 @@ class Signed(InRows):
         return torch.cat(parts, -1).flatten(1)
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: Table,
+        self,
+        f: Function,
+        operand: Operand,
+        block: Value,
+        unit: int,
+        table: Table,
         count: int = BLOCK,
-    ) -> list[Value]:  # fmt: skip
+    ) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order."""
         per, after = RUN // self.width, BLOCK // self.width
         size, kind = (2, ir.BF16) if operand.kind == "bf16" else (4, F32)

@@ -50,9 +50,14 @@ class Steps:
         return ((row >> 4 << 3) + pair) * size
 
     def unit(
-        self, f: Function, operand: Operand, block: Value, unit: int, table: "Lookup",
+        self,
+        f: Function,
+        operand: Operand,
+        block: Value,
+        unit: int,
+        table: "Lookup",
         count: int = BLOCK,
-    ) -> list[Value]:  # fmt: skip
+    ) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order."""
         some = table.columns(f, block, unit * operand.codes, operand.codes)
         order, lanes = operand.order(), operand.codes // operand.vectors

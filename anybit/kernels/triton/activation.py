@@ -244,9 +244,18 @@ def _token(
 
 @triton.jit
 def _silu_mul(
-    gate, up, out, most, sums, K, ROWS, GATE_STRIDE, UP_STRIDE, WIDE: tl.constexpr,
+    gate,
+    up,
+    out,
+    most,
+    sums,
+    K,
+    ROWS,
+    GATE_STRIDE,
+    UP_STRIDE,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """SiLU(gate) * up for WIDE columns of a token.
 
     most: gets the largest value of them. sums: begins with zero in ROWS rows, as `_token` adds.
@@ -330,10 +339,24 @@ def rotate(
     tile = 1 if units <= ALONE else BLOCKS
     if units:
         _rotate[(-(-units // tile),)](
-            x, gate, vector, out, *parts, *x_turn, *gate_turn, units, k // size, parts.rows,
-            *strides, AFTER=after, SIZE=size, TILE=tile, num_warps=1, **overlap(x.device),
+            x,
+            gate,
+            vector,
+            out,
+            *parts,
+            *x_turn,
+            *gate_turn,
+            units,
+            k // size,
+            parts.rows,
+            *strides,
+            AFTER=after,
+            SIZE=size,
+            TILE=tile,
+            num_warps=1,
+            **overlap(x.device),
             enable_fp_fusion=False,  # or a token's bits would depend on the tile
-        )  # fmt: skip
+        )
     return out
 
 
@@ -394,9 +417,18 @@ def silu_mul(gate: Tensor, up: Tensor, parts: Parts = WHOLE) -> Tensor:
     out = torch.empty(m, k, dtype=up.dtype, device=up.device)
     if m:
         _silu_mul[(m, -(-k // COLUMNS))](
-            gate, up, out, *parts, k, parts.rows, gate.stride(0), up.stride(0), WIDE=COLUMNS,
-            num_warps=4, **overlap(up.device),
-        )  # fmt: skip
+            gate,
+            up,
+            out,
+            *parts,
+            k,
+            parts.rows,
+            gate.stride(0),
+            up.stride(0),
+            WIDE=COLUMNS,
+            num_warps=4,
+            **overlap(up.device),
+        )
     return out
 
 

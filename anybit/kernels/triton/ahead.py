@@ -54,9 +54,15 @@ def install() -> None:
         return
 
     def compiled(
-        self: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attrs: Any,
+        self: Any,
+        key: Any,
+        signature: Any,
+        device: Any,
+        constants: Any,
+        options: Any,
+        attrs: Any,
         *others: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         found = notes()
         if found is not None or self.fn.__module__.startswith("anybit."):
             _, _, target, backend, _ = self.device_caches[device]
@@ -70,9 +76,14 @@ def install() -> None:
                     for at, value in constants.items()
                 }
                 call = partial(
-                    compile_one, Function.of(self), signature, given, attrs, options.__dict__,
+                    compile_one,
+                    Function.of(self),
+                    signature,
+                    given,
+                    attrs,
+                    options.__dict__,
                     (target.backend, target.arch, target.warp_size),
-                )  # fmt: skip
+                )
                 if found is not None:
                     error = found.missing(f"{source.name} {place[:16]}", call)
                     if found.strict:

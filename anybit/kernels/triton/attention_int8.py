@@ -59,8 +59,12 @@ def nibbles(x):
             and.b32 $0, $2, 0x0f0f0f0f;
             shr.u32 t, $2, 4;
             and.b32 $1, t, 0x0f0f0f0f; }""",
-            "=&r,=r,r", [x], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
-        )  # fmt: skip
+            "=&r,=r,r",
+            [x],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
     return low, high
 
 
@@ -74,9 +78,16 @@ def grid_of(words):
 
 @triton.jit
 def share(
-    owners, contexts, row, BATCH, SPLITS, PARTS, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    owners,
+    contexts,
+    row,
+    BATCH,
+    SPLITS,
+    PARTS,
+    WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
     EACH: tl.constexpr,
-):  # fmt: skip
+):
     """What the programs of a row of single tokens do together: EACH rows of its text, or fewer.
 
     owners (BATCH,): the first row of each row's text, whose rows lie side by side; None: each is a
@@ -149,9 +160,16 @@ def rows_of(page, place, STEP: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def fetch(
-    cache, blocks, at, kv_head, KV_HEADS: tl.constexpr, STEP: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    cache,
+    blocks,
+    at,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """Bring TOKENS tokens from `at` on into the L2, SIZE numbers each; blocks: their `pages`.
 
     What another kernel is writing among them is not lost: no core reads it from anywhere else.
@@ -162,9 +180,13 @@ def fetch(
         row = rows_of(page, (at + tl.arange(0, TOKENS)) % BLOCK, STEP, SIZE)
         for i in tl.static_range((SIZE + line - 1) // line):
             tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
-                [(cache + row + i * line).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [(cache + row + i * line).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
@@ -212,12 +234,38 @@ def _add(acc, codes, p, fade):
 
 @triton.jit(do_not_specialize=["BATCH", "PARTS"])
 def _attend_int8(
-    q, k_cache, v_cache, k_scale, v_scale, tables, contexts, owners, out, sums, maxima, sinks,
-    TABLE_STRIDE, BATCH, PARTS, SCALE, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
-    GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_GRID: tl.constexpr,
-    V_GRID: tl.constexpr, TOKENS: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    tables,
+    contexts,
+    owners,
+    out,
+    sums,
+    maxima,
+    sinks,
+    TABLE_STRIDE,
+    BATCH,
+    PARTS,
+    SCALE,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    K_GRID: tl.constexpr,
+    V_GRID: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EACH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The query heads of one K head of a text's tokens against a part of its context.
 
     Arguments are those of `attention._attend`; a row has one query.

@@ -25,17 +25,25 @@ class Triton(Family):
     turns = 256
 
     def add_norm(
-        self, x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float,
+        self,
+        x: Tensor,
+        delta: Tensor | Unturned | None,
+        weight: Tensor,
+        eps: float,
         wanted: Wanted = AS_IT_IS,
-    ) -> tuple[Tensor | Activations, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor | Activations, Tensor]:
         if isinstance(delta, Unturned) and x.shape[1] > activation.WIDEST:
             delta = delta.turned
         if wanted.activation is None:
             return activation.add_norm(x, delta, weight, eps)
         codes, scale, total, x_sum = activation.quantize(
-            x, wanted.activation, norm=(delta, weight, eps),
-            sums=wanted.activation == "int8", vector=wanted.vector, pairs=wanted.pairs,
-        )  # fmt: skip
+            x,
+            wanted.activation,
+            norm=(delta, weight, eps),
+            sums=wanted.activation == "int8",
+            vector=wanted.vector,
+            pairs=wanted.pairs,
+        )
         rotated = wanted.vector is not None
         return Activations(codes, scale, total, x.dtype, rotated, wanted.pairs), x_sum
 
@@ -115,9 +123,15 @@ class Triton(Family):
         return out
 
     def recur(
-        self, scan: Scan, states: list[Tensor], x: Tensor, texts: Texts, rows: Tensor,
-        seen: Tensor, to: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        scan: Scan,
+        states: list[Tensor],
+        x: Tensor,
+        texts: Texts,
+        rows: Tensor,
+        seen: Tensor,
+        to: Tensor | None,
+    ) -> Tensor:
         if recurrent.known(scan) and isinstance(texts, Singles | Ring | Ragged):
             return recurrent.recur(scan, states, x, texts, rows, seen, to)
         return super().recur(scan, states, x, texts, rows, seen, to)

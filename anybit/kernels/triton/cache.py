@@ -27,13 +27,42 @@ from anybit.kernels.triton.lang import settle
 
 @triton.jit
 def _write(
-    qkv, k, v, turn, bias, q_out, k_cache, v_cache, k_scale, v_scale, cos, sin, positions, slots,
-    q_weight, k_weight, STRIDE, K_STRIDE, V_STRIDE, EPS, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, K_KIND: tl.constexpr,
-    V_KIND: tl.constexpr, GROUPS: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
-    K_GRID: tl.constexpr, V_GRID: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
-    TURN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    k,
+    v,
+    turn,
+    bias,
+    q_out,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    cos,
+    sin,
+    positions,
+    slots,
+    q_weight,
+    k_weight,
+    STRIDE,
+    K_STRIDE,
+    V_STRIDE,
+    EPS,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    K_GRID: tl.constexpr,
+    V_GRID: tl.constexpr,
+    NORM: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    TURN: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """TOGETHER heads of a token, all of Q, K or V: normed, rotated, and put where they belong.
 
     turn, bias: of `Unturned` projections, in blocks of TURN columns.
@@ -224,11 +253,30 @@ def write(
         k, v = kv or (None, None)
         strides = [0 if x is None else x.stride(0) for x in (qkv, k, v)]
         _write[(tokens, (heads + 2 * kv_heads) // together)](
-            qkv, k, v, *turn, q, *planes(cache), *(rope or (None, None)), positions, slots, q_norm,
-            k_norm, *strides, eps, HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=block,
-            **kinds(cache), NORM=norms is not None,
-            TOGETHER=together, TURN=size, num_warps=together, **overlap(q.device),
-        )  # fmt: skip
+            qkv,
+            k,
+            v,
+            *turn,
+            q,
+            *planes(cache),
+            *(rope or (None, None)),
+            positions,
+            slots,
+            q_norm,
+            k_norm,
+            *strides,
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=dim // 2,
+            BLOCK=block,
+            **kinds(cache),
+            NORM=norms is not None,
+            TOGETHER=together,
+            TURN=size,
+            num_warps=together,
+            **overlap(q.device),
+        )
     return q
 
 

@@ -12,9 +12,16 @@ ROWS, VECTORS, CELL = tl.constexpr(16), tl.constexpr(32), tl.constexpr(512)
 
 @triton.jit
 def _decode(
-    blocks, row_scale, book, out, N, K,
-    BOOKS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    blocks,
+    row_scale,
+    book,
+    out,
+    N,
+    K,
+    BOOKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """One block: 16 rows x 32 vectors of WIDTH columns; see `cute/cells.py`."""
     BYTES: tl.constexpr = BOOKS * CELL + GROUPS * 32
     tile, block = tl.program_id(1), tl.program_id(0)

@@ -142,10 +142,22 @@ def _piece(
 
 @triton.jit
 def _store(
-    acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N,
-    MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    acc,
+    x_scale,
+    scale,
+    factor,
+    bias,
+    y,
+    pairs,
+    n,
+    m,
+    M,
+    N,
+    MODE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """Scales of rows and tokens and the bias, in fp32; then the output's dtype."""
     acc = acc.to(tl.float32)
     if MODE == "row":
@@ -175,9 +187,19 @@ def _store(
 
 @triton.jit
 def dense(
-    words, scale, grid, factor, w, N, K, PADDED,
-    LAYOUT: tl.constexpr, DECODE: tl.constexpr, HAS_FACTOR: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    words,
+    scale,
+    grid,
+    factor,
+    w,
+    N,
+    K,
+    PADDED,
+    LAYOUT: tl.constexpr,
+    DECODE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """The decoded weight (N, K) in w's dtype; a program writes ROWS rows of a granule."""
     DTYPE: tl.constexpr = w.dtype.element_ty
     COLUMNS: tl.constexpr = LAYOUT.columns
@@ -202,9 +224,7 @@ def dense(
 
 
 @triton.jit
-def load_scales(
-    scale, i, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
+def load_scales(scale, i, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr, AHEAD: tl.constexpr):
     """Scales (N,) of the groups of piece i, or nothing where they are not wanted ahead."""
     GROUP: tl.constexpr = LAYOUT.group
     COLUMNS: tl.constexpr = LAYOUT.granule // CUT
@@ -233,7 +253,7 @@ def load_piece(words, g, c, n, PADDED, LAYOUT: tl.constexpr, CUT: tl.constexpr):
 @triton.jit
 def _load_tiles(
     words, g, c, n, PADDED, LAYOUT: tl.constexpr, PLANE: tl.constexpr, CUT: tl.constexpr
-):  # fmt: skip
+):
     LANES: tl.constexpr = LAYOUT.lanes
     TILES: tl.constexpr = lang.tile_count(LAYOUT, PLANE)
     MINE: tl.constexpr = lang.cut_tiles(LAYOUT, PLANE, CUT)
@@ -250,9 +270,7 @@ def _load_tiles(
 
 
 @triton.jit
-def words_of(
-    tiles, J: tl.constexpr, first, n, K, LAYOUT: tl.constexpr, CUT: tl.constexpr
-):  # fmt: skip
+def words_of(tiles, J: tl.constexpr, first, n, K, LAYOUT: tl.constexpr, CUT: tl.constexpr):
     """The tiles of a piece that hold its field J; of sequences, the windows of its columns."""
     PLANES: tl.constexpr = lang.plane_count(LAYOUT)
     ALL: tl.constexpr = LAYOUT.fmt.books * PLANES
@@ -312,9 +330,7 @@ def _load_entry(t, I: tl.constexpr, first, n, PADDED, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def load_grid(
-    t, GROUP: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, first, n, PADDED
-):  # fmt: skip
+def load_grid(t, GROUP: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, first, n, PADDED):
     """Grid values for COLUMNS columns from `first` on: (N, 1) if all share one, or one each."""
     if GROUP == 0:
         return tl.load(t + n)[:, None]
@@ -399,11 +415,20 @@ def planned(
     accumulator = torch.int32 if dtype == torch.int8 and mode == "row" else torch.float32
     size = (parts, tiles, tile.rows * tile.tokens) if parts > 1 else (0,)
     constants = {
-        "LAYOUT": layout, "DECODE": lang.jit(type(layout.fmt).triton_decode), "MODE": mode,
-        "EVEN_K": k % layout.granule == 0, "TOKENS": tile.tokens, "ROWS": tile.rows,
-        "SHARED": parts > 1, "CUT": tile.cut, "STEPS": steps, "STAGES": tile.stages, "BAND": BAND,
-        "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
+        "LAYOUT": layout,
+        "DECODE": lang.jit(type(layout.fmt).triton_decode),
+        "MODE": mode,
+        "EVEN_K": k % layout.granule == 0,
+        "TOKENS": tile.tokens,
+        "ROWS": tile.rows,
+        "SHARED": parts > 1,
+        "CUT": tile.cut,
+        "STEPS": steps,
+        "STAGES": tile.stages,
+        "BAND": BAND,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
     taken = counted(tile, layout, dtype)
     return Plan((tiles, parts), pieces, (size, accumulator), constants, taken)
 
@@ -442,10 +467,19 @@ def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
     words, scale, grid, factor, _ = split(layout, prepared)
     n, k = w.shape
     dense[(layout.granules(k), -(-n // DENSE_ROWS))](
-        words, scale, grid, factor, w, n, k, scale.shape[1], LAYOUT=layout,
-        DECODE=lang.jit(type(layout.fmt).triton_decode), HAS_FACTOR=factor is not None,
+        words,
+        scale,
+        grid,
+        factor,
+        w,
+        n,
+        k,
+        scale.shape[1],
+        LAYOUT=layout,
+        DECODE=lang.jit(type(layout.fmt).triton_decode),
+        HAS_FACTOR=factor is not None,
         ROWS=DENSE_ROWS,
-    )  # fmt: skip
+    )
 
 
 settle(globals())

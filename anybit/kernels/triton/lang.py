@@ -127,9 +127,13 @@ def number(at, MINUS: tl.constexpr = 0, TIMES: tl.constexpr = 1, BOOK: tl.conste
 
 @triton.jit
 def field(
-    at, FIRST: tl.constexpr, COUNT: tl.constexpr, MINUS: tl.constexpr = 0,
-    TIMES: tl.constexpr = 1, BOOK: tl.constexpr = 0,
-):  # fmt: skip
+    at,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    MINUS: tl.constexpr = 0,
+    TIMES: tl.constexpr = 1,
+    BOOK: tl.constexpr = 0,
+):
     """`number` of COUNT bits of the code, from bit FIRST on."""
     LAYOUT_: tl.constexpr = at[LAYOUT]
     DTYPE_: tl.constexpr = at[DTYPE]
@@ -304,8 +308,12 @@ def multiply_add(at, step, offset):
     # step and offset come replicated in all four bytes; one of step's is the multiplier.
     return tl.inline_asm_elementwise(
         "{.reg .b32 s; and.b32 s, $2, 255; mad.lo.u32 s, $1, s, $3; xor.b32 $0, s, 0x80808080;}",
-        "=r,r,r,r", [c, step, offset], tl.int8, True, 4,
-    )  # fmt: skip
+        "=r,r,r,r",
+        [c, step, offset],
+        tl.int8,
+        True,
+        4,
+    )
 
 
 @triton.jit
@@ -325,9 +333,13 @@ def dot(a, b, acc):
 
 @triton.jit
 def _bytes_minus(
-    at, FIRST: tl.constexpr, COUNT: tl.constexpr, MINUS: tl.constexpr, TIMES: tl.constexpr,
+    at,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    MINUS: tl.constexpr,
+    TIMES: tl.constexpr,
     BOOK: tl.constexpr,
-):  # fmt: skip
+):
     """`field` in int8, MINUS being 0 to 128. A set top bit keeps bytes from borrowing."""
     MOVES: tl.constexpr = ((FIRST, COUNT, TIMES - 1),)
     if COUNT == 8:

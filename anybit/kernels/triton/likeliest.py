@@ -33,9 +33,18 @@ def _waited(v, first, second):
 
 @triton.jit
 def _largest(
-    logits, best, temperature, least, keys, largest, tokens, V, STRIDE, WIDE: tl.constexpr,
+    logits,
+    best,
+    temperature,
+    least,
+    keys,
+    largest,
+    tokens,
+    V,
+    STRIDE,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """The largest of WIDE logits of a row, NaN if there is one, and the first place of it.
 
     keys: logits relative to that of the row's `best` token take part in a race, if they are not
@@ -96,13 +105,26 @@ def largest(logits: Tensor, invalid: int, *race: Tensor) -> Tensor:
     out = empty(rows, dtype=int32, device=device)
     if rows:
         _largest[(rows, parts)](
-            logits, *(race or (None,) * 4), values, tokens, vocabulary, logits.stride(0),
-            WIDE=WIDE, num_warps=WARPS, **overlap(device),
-        )  # fmt: skip
+            logits,
+            *(race or (None,) * 4),
+            values,
+            tokens,
+            vocabulary,
+            logits.stride(0),
+            WIDE=WIDE,
+            num_warps=WARPS,
+            **overlap(device),
+        )
         _likeliest[(rows,)](
-            values, tokens, out, parts, INVALID=invalid, WIDE=next_power_of_2(parts),
-            num_warps=1, **overlap(device),
-        )  # fmt: skip
+            values,
+            tokens,
+            out,
+            parts,
+            INVALID=invalid,
+            WIDE=next_power_of_2(parts),
+            num_warps=1,
+            **overlap(device),
+        )
     return out
 
 

@@ -86,9 +86,28 @@ def _at(x, own, c, live, going, first, t, row, places, i, RING, C, X_STRIDE, K: 
 
 @triton.jit(do_not_specialize=["TEXTS"])
 def _convolve(
-    x, weight, bias, window, rows, seen, lengths, starts, places, kept, to, out, L, RING, TEXTS, C,
-    X_STRIDE, K: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    window,
+    rows,
+    seen,
+    lengths,
+    starts,
+    places,
+    kept,
+    to,
+    out,
+    L,
+    RING,
+    TEXTS,
+    C,
+    X_STRIDE,
+    K: tl.constexpr,
+    SILU: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Some channels of a text: sums over each token and the K - 1 before it; then the window."""
     launch_next(PDL)
     c = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
@@ -115,17 +134,41 @@ def _convolve(
             at, place = _kept(kept, i, TEXTS, which)
             for j in tl.static_range(K - 1):
                 v = _at(
-                    x, own, c, live, going, first, at + j - (K - 1), row, places, i, RING, C,
-                    X_STRIDE, K,
-                )  # fmt: skip
+                    x,
+                    own,
+                    c,
+                    live,
+                    going,
+                    first,
+                    at + j - (K - 1),
+                    row,
+                    places,
+                    i,
+                    RING,
+                    C,
+                    X_STRIDE,
+                    K,
+                )
                 to_kept = window + (place.to(tl.int64) * (K - 1) + j) * C + c
                 tl.store(to_kept, v, mask=live & (place > 0) & (row > 0))
     if to is not None:
         for j in tl.static_range(K - 1):  # what is read later lies behind what is written
             v = _at(
-                x, own, c, live, going, first, count + j - (K - 1), row, places, i, RING, C,
-                X_STRIDE, K,
-            )  # fmt: skip
+                x,
+                own,
+                c,
+                live,
+                going,
+                first,
+                count + j - (K - 1),
+                row,
+                places,
+                i,
+                RING,
+                C,
+                X_STRIDE,
+                K,
+            )
             after = window + (target * (K - 1) + j) * C + c
             tl.store(after, v, mask=live & (target > 0) & (row > 0))
 
@@ -139,10 +182,32 @@ def _keep(state, s, at, live, SIZE: tl.constexpr, passed, wanted, row):
 
 @triton.jit(do_not_specialize=["TEXTS"])
 def _space(
-    mixed, dt, a, d, dt_bias, state, rows, seen, lengths, starts, places, kept, to, out, L, RING,
-    TEXTS, DT_STRIDE, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    STATES: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    mixed,
+    dt,
+    a,
+    d,
+    dt_bias,
+    state,
+    rows,
+    seen,
+    lengths,
+    starts,
+    places,
+    kept,
+    to,
+    out,
+    L,
+    RING,
+    TEXTS,
+    DT_STRIDE,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    STATES: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """TILE channels of a head of a text, with all their states, of which WIDE is no less."""
     launch_next(PDL)
     PARTS: tl.constexpr = (DIM + TILE - 1) // TILE
@@ -186,11 +251,32 @@ def _unit(v):
 
 @triton.jit(do_not_specialize=["TEXTS"])
 def _delta(
-    mixed, strengths, a, dt_bias, state, rows, seen, lengths, starts, places, kept, to, out, L,
-    RING, TEXTS, S_STRIDE, HEADS: tl.constexpr, V_HEADS: tl.constexpr, DIM: tl.constexpr,
-    V_DIM: tl.constexpr, SCALE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    mixed,
+    strengths,
+    a,
+    dt_bias,
+    state,
+    rows,
+    seen,
+    lengths,
+    starts,
+    places,
+    kept,
+    to,
+    out,
+    L,
+    RING,
+    TEXTS,
+    S_STRIDE,
+    HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """TILE channels of a head of V of a text, with the states of all channels of K."""
     launch_next(PDL)
     PARTS: tl.constexpr = (V_DIM + TILE - 1) // TILE
@@ -231,9 +317,19 @@ def _delta(
 
 @triton.jit
 def _gated_norm(
-    x, gate, weight, out, N, GATE_STRIDE, EPS, GROUPS: tl.constexpr, SHARED: tl.constexpr,
-    FIRST: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    weight,
+    out,
+    N,
+    GATE_STRIDE,
+    EPS,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A group of N channels of a token. SHARED: all groups have the same weight."""
     launch_next(PDL)
     t, group, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
@@ -264,9 +360,14 @@ def known(scan: Scan) -> TypeGuard[Known]:
 
 
 def recur(
-    scan: Known, states: list[Tensor], x: Tensor, texts: Singles | Ring | Ragged, rows: Tensor,
-    seen: Tensor, to: Tensor | None,
-) -> Tensor:  # fmt: skip
+    scan: Known,
+    states: list[Tensor],
+    x: Tensor,
+    texts: Singles | Ring | Ragged,
+    rows: Tensor,
+    seen: Tensor,
+    to: Tensor | None,
+) -> Tensor:
     """`Family.recur` of texts of a few tokens, or known on the device alone."""
     size, device, count, ring = texts.size, x.device, len(rows), 0
     where: list[Tensor | None] = [None] * 4
@@ -283,10 +384,23 @@ def recur(
     channels, taps = conv.weight.shape
     mixed = empty(tokens, channels, dtype=x.dtype, device=device)
     _convolve[(count, -(-channels // CHANNELS))](
-        x, conv.weight, conv.bias, states[0], *given, mixed, size, ring, count, channels,
-        x.stride(0), K=taps, SILU=conv.act is not None, WIDE=CHANNELS, num_warps=4,
+        x,
+        conv.weight,
+        conv.bias,
+        states[0],
+        *given,
+        mixed,
+        size,
+        ring,
+        count,
+        channels,
+        x.stride(0),
+        K=taps,
+        SILU=conv.act is not None,
+        WIDE=CHANNELS,
+        num_warps=4,
         **overlap(device),
-    )  # fmt: skip
+    )
     if isinstance(scan, Convolution):
         return mixed
     out = empty(tokens, scan.width, dtype=torch.float32, device=device)
@@ -296,18 +410,46 @@ def recur(
         wide = next_power_of_2(scan.states)
         tile = min(next_power_of_2(scan.dim), max(1, STATE // wide))
         _space[(count, heads * -(-scan.dim // tile))](
-            mixed, rest, scan.a, scan.d, scan.dt_bias, states[1], *given, out, *sizes, HEADS=heads,
-            GROUPS=groups, DIM=scan.dim, STATES=scan.states, TILE=tile, WIDE=wide, num_warps=4,
+            mixed,
+            rest,
+            scan.a,
+            scan.d,
+            scan.dt_bias,
+            states[1],
+            *given,
+            out,
+            *sizes,
+            HEADS=heads,
+            GROUPS=groups,
+            DIM=scan.dim,
+            STATES=scan.states,
+            TILE=tile,
+            WIDE=wide,
+            num_warps=4,
             **overlap(device),
-        )  # fmt: skip
+        )
         return out
     wide, v_heads = next_power_of_2(scan.dim), len(scan.a)
     tile = min(next_power_of_2(scan.v_dim), max(1, STATE // wide))
     _delta[(count, v_heads * -(-scan.v_dim // tile))](
-        mixed, rest, scan.a, scan.dt_bias, states[1], *given, out, *sizes, HEADS=scan.heads,
-        V_HEADS=v_heads, DIM=scan.dim, V_DIM=scan.v_dim, SCALE=scan.dim**-0.5, TILE=tile,
-        WIDE=wide, num_warps=4, **overlap(device),
-    )  # fmt: skip
+        mixed,
+        rest,
+        scan.a,
+        scan.dt_bias,
+        states[1],
+        *given,
+        out,
+        *sizes,
+        HEADS=scan.heads,
+        V_HEADS=v_heads,
+        DIM=scan.dim,
+        V_DIM=scan.v_dim,
+        SCALE=scan.dim**-0.5,
+        TILE=tile,
+        WIDE=wide,
+        num_warps=4,
+        **overlap(device),
+    )
     return out
 
 
@@ -321,10 +463,20 @@ def gated_norm(
     if tokens:
         wide = next_power_of_2(n)
         _gated_norm[(tokens, groups)](
-            x, gate, weight, out, n, gate.stride(0), eps, GROUPS=groups,
-            SHARED=weight is not None and len(weight) < groups, FIRST=gate_first, WIDE=wide,
-            num_warps=max(1, min(16, wide // 256)), **overlap(x.device),
-        )  # fmt: skip
+            x,
+            gate,
+            weight,
+            out,
+            n,
+            gate.stride(0),
+            eps,
+            GROUPS=groups,
+            SHARED=weight is not None and len(weight) < groups,
+            FIRST=gate_first,
+            WIDE=wide,
+            num_warps=max(1, min(16, wide // 256)),
+            **overlap(x.device),
+        )
     return out
 
 

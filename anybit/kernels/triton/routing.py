@@ -29,9 +29,17 @@ FEW = 64  # tokens; so few are spread by a program for each choice
 
 @triton.jit
 def _choose(
-    logits, weight, chosen, EXPERTS, STRIDE, TOP: tl.constexpr, NORMALIZE: tl.constexpr,
-    WIDE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    weight,
+    chosen,
+    EXPERTS,
+    STRIDE,
+    TOP: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PLACES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The TOP largest logits of a token, the first of equal ones first, and their softmax."""
     launch_next(PDL)
     after_previous(PDL)
@@ -62,9 +70,7 @@ def _expert(chosen, i, COUNT, EXPERTS):
 
 
 @triton.jit
-def _sort(
-    chosen, starts, rows, owners, COUNT, EXPERTS, TILE: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _sort(chosen, starts, rows, owners, COUNT, EXPERTS, TILE: tl.constexpr, PDL: tl.constexpr):
     """A program for each expert, and one for choices of none: count those before, place its own."""
     launch_next(PDL)
     after_previous(PDL)
@@ -84,10 +90,22 @@ def _sort(
 
 @triton.jit
 def _spread(
-    x, rows, starts, out, scales, sums, K, X_STRIDE, EXPERTS, TOP: tl.constexpr,
-    PARTS: tl.constexpr, LARGEST: tl.constexpr, HAS_SUMS: tl.constexpr, WIDE: tl.constexpr,
+    x,
+    rows,
+    starts,
+    out,
+    scales,
+    sums,
+    K,
+    X_STRIDE,
+    EXPERTS,
+    TOP: tl.constexpr,
+    PARTS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """A token to the rows of its choices; LARGEST > 0: as codes, with scale and sum."""
     launch_next(PDL)
     after_previous(PDL)
@@ -111,9 +129,19 @@ def _spread(
 
 @triton.jit
 def _combine(
-    y, rows, starts, weight, owners, bias, out, N, EXPERTS, TOP: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    y,
+    rows,
+    starts,
+    weight,
+    owners,
+    bias,
+    out,
+    N,
+    EXPERTS,
+    TOP: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The sum of a token's outputs times their weights, in the order of its choices."""
     launch_next(PDL)
     after_previous(PDL)
@@ -159,10 +187,18 @@ def choose(logits: Tensor, top: int, normalize: bool) -> tuple[Tensor, Tensor]:
     logits = side_by_side(logits)
     if tokens:
         _choose[(tokens,)](
-            logits, weight, chosen, experts, logits.stride(0), TOP=top, NORMALIZE=normalize,
-            WIDE=next_power_of_2(experts), PLACES=next_power_of_2(top), num_warps=1,
+            logits,
+            weight,
+            chosen,
+            experts,
+            logits.stride(0),
+            TOP=top,
+            NORMALIZE=normalize,
+            WIDE=next_power_of_2(experts),
+            PLACES=next_power_of_2(top),
+            num_warps=1,
             **overlap(device),
-        )  # fmt: skip
+        )
     return weight, chosen
 
 
@@ -173,9 +209,16 @@ def sort(chosen: Tensor, experts: int) -> Routing:
     rows = torch.empty(chosen.shape, dtype=torch.int32, device=device)
     owners = torch.empty(count, dtype=torch.int32, device=device)
     _sort[(experts + 1,)](
-        chosen.contiguous(), starts, rows, owners, count, experts,
-        TILE=max(16, min(CHOICES, next_power_of_2(count))), num_warps=4, **overlap(device),
-    )  # fmt: skip
+        chosen.contiguous(),
+        starts,
+        rows,
+        owners,
+        count,
+        experts,
+        TILE=max(16, min(CHOICES, next_power_of_2(count))),
+        num_warps=4,
+        **overlap(device),
+    )
     return Routing(starts, rows, owners)
 
 
@@ -193,10 +236,23 @@ def spread(x: Tensor, routing: Routing, activation: str | None = None) -> Tensor
     if tokens:
         wide = next_power_of_2(k)
         _spread[(tokens, parts)](
-            x, rows, starts, out, scale, total, k, x.stride(0), len(starts) - 1, TOP=top,
-            PARTS=parts, LARGEST=LARGEST[activation] if activation else 0, HAS_SUMS=sums,
-            WIDE=wide, num_warps=max(1, min(16, wide // 256)), **overlap(x.device),
-        )  # fmt: skip
+            x,
+            rows,
+            starts,
+            out,
+            scale,
+            total,
+            k,
+            x.stride(0),
+            len(starts) - 1,
+            TOP=top,
+            PARTS=parts,
+            LARGEST=LARGEST[activation] if activation else 0,
+            HAS_SUMS=sums,
+            WIDE=wide,
+            num_warps=max(1, min(16, wide // 256)),
+            **overlap(x.device),
+        )
     return out if activation is None else Activations(out, scale, total, x.dtype)
 
 
@@ -208,9 +264,20 @@ def combine(y: Tensor, routing: Routing, weight: Tensor, bias: Tensor | None = N
     out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
     if tokens:
         _combine[(tokens, -(-n // COLUMNS))](
-            y, rows, starts, weight, owners, bias, out, n, len(starts) - 1, TOP=top, WIDE=COLUMNS,
-            num_warps=4, **overlap(y.device),
-        )  # fmt: skip
+            y,
+            rows,
+            starts,
+            weight,
+            owners,
+            bias,
+            out,
+            n,
+            len(starts) - 1,
+            TOP=top,
+            WIDE=COLUMNS,
+            num_warps=4,
+            **overlap(y.device),
+        )
     return out
 
 
@@ -220,9 +287,18 @@ def clamped(y: Tensor, owners: Tensor, bias: Tensor, alpha: float, limit: float)
     out = torch.empty(m, n, dtype=y.dtype, device=y.device)
     if m:
         _clamped[(m, -(-n // COLUMNS))](
-            y, owners, bias, out, n, len(bias), alpha, limit, WIDE=COLUMNS, num_warps=4,
+            y,
+            owners,
+            bias,
+            out,
+            n,
+            len(bias),
+            alpha,
+            limit,
+            WIDE=COLUMNS,
+            num_warps=4,
             **overlap(y.device),
-        )  # fmt: skip
+        )
     return out
 
 

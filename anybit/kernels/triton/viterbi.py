@@ -37,10 +37,19 @@ MOST_VECTORS = 1 << 12  # whose errors are computed one by one: 16 KB of shared 
 
 @triton.jit(do_not_specialize=["FIRST", "COUNT", "KEPT", "ZERO"])
 def _forward(
-    x, ends, back, FIRST, COUNT, KEPT, ZERO,
-    PINNED: tl.constexpr, LAYOUT: tl.constexpr, DECODE: tl.constexpr, STATE: tl.constexpr,
+    x,
+    ends,
+    back,
+    FIRST,
+    COUNT,
+    KEPT,
+    ZERO,
+    PINNED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DECODE: tl.constexpr,
+    STATE: tl.constexpr,
     STEPS: tl.constexpr,
-):  # fmt: skip
+):
     """COUNT steps of each sequence x (n, STEPS, V) fp32, from step FIRST on.
 
     ends: (n,) int32; where paths begin if PINNED, else becomes the end of the state of least cost.
@@ -87,10 +96,21 @@ def _forward(
 
 @triton.jit(do_not_specialize=["FIRST", "COUNT", "KEPT"])
 def _forward_looked_up(
-    x, vectors, which, ends, back, FIRST, COUNT, KEPT,
-    PINNED: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    STATE: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    x,
+    vectors,
+    which,
+    ends,
+    back,
+    FIRST,
+    COUNT,
+    KEPT,
+    PINNED: tl.constexpr,
+    VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    STATE: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """`_forward` as a tile (top bits, half of what is left of a state), for steps of many bits.
 
     vectors: (WIDTH, VECTORS) fp32, what states may stand for; VECTORS is a power of two. which:
@@ -183,8 +203,12 @@ def _differences(held, x):
         return tl.inline_asm_elementwise(
             "{.reg .b32 x, d; .reg .b16 h, l; cvt.rn.f16x2.f32 x, $3, $3; sub.f16x2 d, $2, x;"
             "mov.b32 {l, h}, d; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
-            "=f,=f,r,f", [held, x], (tl.float32, tl.float32), True, 1,
-        )  # fmt: skip
+            "=f,=f,r,f",
+            [held, x],
+            (tl.float32, tl.float32),
+            True,
+            1,
+        )
 
 
 @triton.jit
@@ -208,9 +232,14 @@ def _marked_asm(tops):
 
 @triton.jit(do_not_specialize=["COUNT"])
 def _walk(
-    back, ends, out, COUNT,
-    WRITES: tl.constexpr, STATE: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+    back,
+    ends,
+    out,
+    COUNT,
+    WRITES: tl.constexpr,
+    STATE: tl.constexpr,
+    BITS: tl.constexpr,
+):
     """Walk back COUNT steps from each sequence's end, which becomes the one before them.
 
     out: (n, COUNT) int32, the states on the way if WRITES.
@@ -245,20 +274,43 @@ def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
         given, own, found = x[at].contiguous(), ends[at], out[at]
         grid = (len(own),)
         for pinned, first, count, kept in (
-            (False, steps - lead, 2 * lead, lead), (True, 0, steps, steps)
-        ):  # fmt: skip
+            (False, steps - lead, 2 * lead, lead),
+            (True, 0, steps, steps),
+        ):
             if vectors is None:
                 _forward[grid](
-                    given, own, back, first, count, kept, 0, PINNED=pinned, LAYOUT=Layout(fmt),
-                    DECODE=lang.jit(type(fmt).triton_decode), STATE=state, STEPS=steps,
+                    given,
+                    own,
+                    back,
+                    first,
+                    count,
+                    kept,
+                    0,
+                    PINNED=pinned,
+                    LAYOUT=Layout(fmt),
+                    DECODE=lang.jit(type(fmt).triton_decode),
+                    STATE=state,
+                    STEPS=steps,
                     num_warps=warps(fmt),
-                )  # fmt: skip
+                )
             else:
                 _forward_looked_up[grid](
-                    given, vectors, which, own, back, first, count, kept, PINNED=pinned,
-                    VECTORS=vectors.shape[1], WIDTH=fmt.width, BITS=fmt.bits, STATE=state,
-                    STEPS=steps, num_warps=LOOKED_UP_WARPS,
-                )  # fmt: skip
+                    given,
+                    vectors,
+                    which,
+                    own,
+                    back,
+                    first,
+                    count,
+                    kept,
+                    PINNED=pinned,
+                    VECTORS=vectors.shape[1],
+                    WIDTH=fmt.width,
+                    BITS=fmt.bits,
+                    STATE=state,
+                    STEPS=steps,
+                    num_warps=LOOKED_UP_WARPS,
+                )
             _walk[grid](
                 back, own, found, kept, WRITES=pinned, STATE=state, BITS=fmt.bits, num_warps=1
             )
