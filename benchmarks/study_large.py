@@ -185,7 +185,8 @@ class Through(DynamicCache):
     def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         batch, heads, size, dim = k.shape
         cache = LayerCache.empty(batch, heads, size, dim, self.formats[layer], k.device)
-        rows = (x.transpose(1, 2).reshape(-1, heads, dim) for x in (k, v))
+        dtype = cache.k.dtype if cache.k.is_floating_point() else k.dtype
+        rows = (x.transpose(1, 2).reshape(-1, heads, dim).to(dtype) for x in (k, v))
         cache.store(*rows, torch.arange(batch * size))
         k, v = cache.load(torch.arange(batch)[:, None], torch.float32)
         return cache.format.k.turn(k).float(), v.float()  # a rotation that is its own inverse

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -72,7 +73,9 @@ def test_what_gains_by_data_is_calibrated_on_text_of_python(
     monkeypatch.setattr("anybit.progress._lines", True)
     layers = ["--format", "none", "--format", "*.layers.0.self_attn.*=int3"]
     for name, options in (("default", []), ("gptq", ["--method", "gptq"])):
-        assert "--method rtn" in run("quantize", PICO, *layers, *options, "-o", tmp_path / name)
+        told = run("quantize", PICO, *layers, *options, "-o", tmp_path / name)
+        assert "--method rtn" in told
+        assert ("15 minutes of CPU time" in told) == (not torch.cuda.is_available())
     data = default_calibration({"*": "int3"}, None)
     assert data is not None
     model = AutoModelForCausalLM.from_pretrained(PICO)
