@@ -139,7 +139,7 @@ def test_unknown_and_unfit_methods(tmp_path: Path) -> None:
             "gptq",
             None,
             "'gptq' needs data: --calibrate FILE; without calibration data there are rtn, "
-            "clip, hqq",
+            "clip, hqq, grid",
         ),
         (
             "rtn",

@@ -5,12 +5,50 @@ from pathlib import Path
 
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.rewrite import partial_of
-from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.checkpoint.stream import plan_quantization, quantize_checkpoint
+from anybit.core.scheme import parse_scheme
 from anybit.errors import AnybitError, InvalidInput, in_a_line, message, near
 from anybit.files.directory import destination
 from anybit.progress import say
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.registry import CALIBRATED, DATA_FREE, ELSEWHERE, default_method
+from anybit.quantizers.rtn import RTN
+from anybit.quantizers.trained import trained
+
+LOOKED_AT = (16, 64)  # layers, and rows of each, in search of a trained grid
+
+
+def trained_method(model: Path, plan: Mapping[str, str | None]) -> str | None:
+    """ "grid" where weights were trained on the grids of their formats; else None. Says which.
+
+    Args:
+        model: Directory of an unquantized model.
+        plan: {pattern: scheme or None}, as in `quantize_`.
+
+    Raises:
+        InvalidInput: They were, in groups of another size; and as `quantize_checkpoint` does.
+    """
+    work = plan_quantization(model, plan, RTN())
+    names = [*work.schemes][:: -(-len(work.schemes) // LOOKED_AT[0])]
+    some = ((work.stored[n].read(), parse_scheme(work.schemes[n])[0]) for n in names)
+    found = trained((w[: LOOKED_AT[1]], fmt) for w, fmt in some)
+    where = f"of {found.layers} layers that were looked at, {LOOKED_AT[1]} rows of each"
+    if found.other is not None:
+        raise InvalidInput(
+            f"{model}: the weights were trained on a grid, but with a scale for "
+            f"{found.other or 'all'} columns of a row; write group={found.other} in --format"
+        )
+    if 2 * found.on_grid < found.layers:
+        say(
+            f"no trained grid: in {found.on_grid} {where}, weights are whole multiples of a scale; "
+            "going on as without --method grid"
+        )
+        return None
+    say(
+        f"trained grid: in {found.on_grid} {where}, {found.whole} of {found.groups} groups are "
+        "whole multiples of a scale, which gives their codes; others are rounded to nearest"
+    )
+    return "grid"
 
 
 def quantize_directory(

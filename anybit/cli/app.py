@@ -126,7 +126,8 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Without text: rtn (rounds to nearest), clip or hqq. With text: gptq (the "
+            help="Without text: rtn (rounds to nearest), clip or hqq; grid finds the scales that "
+            "the weights were trained on (QAT), if they were. With text: gptq (the "
             "default), gptq+gradients (slower, loses less), additive (the default for codebooks), "
             "rotate+gptq, smooth, or smooth+gptq (the default where activations are quantized too)."
         ),
@@ -150,7 +151,7 @@ def quantize(
         no_effect(context, "without --calibrate", "samples", "length", "kv_scales")
     say(f"reading {model}")
     from anybit.checkpoint.foreign.ready import dense_directory
-    from anybit.checkpoint.quantize import quantize_directory
+    from anybit.checkpoint.quantize import quantize_directory, trained_method
     from anybit.checkpoint.rewrite import check_paths
     from anybit.cli.options import (
         calibration_of,
@@ -160,12 +161,14 @@ def quantize(
     )
 
     chosen = plan_of_options(formats, plan, calibrate is not None)
-    rounded = calibrate is None and method is None
     with pushing(out, push_to):
+        if method == "grid":
+            method = trained_method(dense_directory(check_paths(model, out, overwrite)), chosen)
+        rounded = calibrate is None and method is None
         text = None
-        if calibrate is not None:
+        if calibrate is not None and method != "grid":
             text = calibration_of(calibrate, samples, length, kv_scales)
-        elif formats or plan or method:
+        elif method != "grid" and (formats or plan or method):
             dense_directory(check_paths(model, out, overwrite))  # before a word of what comes next
             text = default_calibration(chosen, method)
         if text is None:

@@ -12,11 +12,13 @@ from anybit.quantizers.hqq import HQQ
 from anybit.quantizers.rotate import Rotate
 from anybit.quantizers.rtn import RTN
 from anybit.quantizers.smooth import Smooth
+from anybit.quantizers.trained import TrainedGrid
 
 DATA_FREE: dict[str, Callable[[], Quantizer]] = {
     "rtn": RTN,
     "clip": Clip,
     "hqq": HQQ,
+    "grid": TrainedGrid,
 }
 CALIBRATED: dict[str, Callable[[Calibration], Quantizer]] = {
     "gptq": GPTQ,
