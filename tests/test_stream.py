@@ -399,6 +399,22 @@ def test_what_the_model_lacks_is_an_error(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["dense"]
 
 
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda name: f"_orig_mod.{name}", "begin with '_orig_mod.': save the model itself"),
+        (lambda name: name.replace("q_proj.", "q_proj.base_layer."), "merge it with peft"),
+    ],
+)
+def test_names_of_wrappers_are_told(tmp_path, rename, message):
+    source = dense(tmp_path / "dense")
+    tensors = load_file(source / "model.safetensors")
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match=message):
+        quantize_checkpoint(source, tmp_path / "out", "int4")
+
+
 def test_no_layer_of_the_model(tmp_path):
     source = dense(tmp_path / "dense")
     tensors = load_file(source / "model.safetensors")

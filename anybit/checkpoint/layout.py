@@ -172,9 +172,20 @@ def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[s
     if lost:
         other = f", and {len(strange)} tensors fit none ({some(strange)})" if strange else ""
         raise InvalidInput(
-            f"{source}: no file holds {len(lost)} tensors of the model ({some(lost)}){other}; a "
-            "file is missing, or config.json is another model's"
+            f"{source}: no file holds {len(lost)} tensors of the model ({some(lost)}){other}; "
+            + reason(lost[0], strange)
         )
+
+
+def reason(lost: str, strange: Iterable[str]) -> str:
+    """Why a tensor of a model may be missing, and what to do. strange: those that fit none."""
+    for name in strange:
+        if name.endswith(f".{lost}"):
+            prefix = name.removesuffix(lost)
+            return f"names begin with {prefix!r}: save the model itself, not what wraps it"
+        if name.replace(".base_layer.", ".") == lost:
+            return "an adapter lies in it: merge it with peft's merge_and_unload(), and save that"
+    return "a file is missing, or config.json is another model's"
 
 
 def check_fit(

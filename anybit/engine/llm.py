@@ -116,7 +116,8 @@ class LLM(Language):
         Args:
             weights: Dense tensors by the names of checkpoints or of transformers' model, in any
                 order: `safetensors.torch.load_file(FILE).items()`, `model.state_dict().items()`.
-                They are rounded from the dtype in which they come.
+                They are rounded from the dtype in which they come. A head for further tokens
+                (MTP) stays as it is.
 
         Raises:
             InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.

@@ -144,8 +144,10 @@ def rebuild(
         InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.
     """
     shares = not model.config.tie_word_embeddings and repeats_embeddings(model)
-    source = Arrived(model, plan, keep, shares)
+    source, further = Arrived(model, plan, keep, shares), model.further(model.config)
     for name, tensor in pairs(weights):
+        if further and name.startswith(f"{further.prefix}."):  # no part of the model
+            continue
         own = tensor.detach().to(model.embed_tokens.device, copy=True)  # a trainer changes its own
         check_finite(own, name)
         source.take(name, own)

@@ -339,6 +339,15 @@ def test_tensors_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
+    """Fewer are usual: rows are padded."""
+    for tokens in (80, 99):
+        write(tiny("llama"), tmp_path / f"{tokens}.gguf", {}, tokens=tokens)
+    convert_checkpoint(tmp_path / "80.gguf", tmp_path / "out")
+    with pytest.raises(InvalidInput, match=r"has 99 tokens, and token_embd\.weight 96 rows"):
+        convert_checkpoint(tmp_path / "99.gguf", tmp_path / "more")
+
+
 def test_types_that_nobody_decodes_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(tiny("llama", num_hidden_layers=1), path, {"ffn_up": "Q8_0"})

@@ -94,6 +94,13 @@ def config_of(contents: Contents) -> dict[str, Any]:
     if embedding is None:
         raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
     config["vocab_size"] = embedding.shape[0]
+    tokens = contents.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise InvalidInput(
+            f"{path}: its tokenizer has {len(tokens)} tokens, and token_embd.weight "
+            f"{embedding.shape[0]} rows; the file is damaged or badly made: convert the original "
+            "model again"
+        )
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
     if family.hybrid or family.model_type in BIASED:
         config["attention_bias"] = own.has("attn_q.bias")
