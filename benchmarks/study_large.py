@@ -17,6 +17,7 @@ import csv
 import gc
 import hashlib
 import subprocess
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -91,7 +92,8 @@ def prepare(file: Path, out: Path) -> None:
     """A dense folder of a GGUF file's weights, in bf16."""
     with TemporaryDirectory(dir=out.parent) as folder:
         converted = Path(folder) / "converted"
-        subprocess.run(["anybit", "convert", file, "-o", converted], check=True)
+        command = [sys.executable, "-m", "anybit.cli", "convert", file, "-o", converted]
+        subprocess.run(command, check=True)
         model = anybit.dequantize_(anybit.load(converted)).to(torch.bfloat16)
         model.save_pretrained(out)
         AutoTokenizer.from_pretrained(converted).save_pretrained(out)
