@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import anybit
+from anybit.checkpoint.foreign.compressed_tensors import group_of
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.core.packed import Packed
 from anybit.files.safetensors import WEIGHTS
@@ -154,3 +155,42 @@ def test_settings_that_do_not_fit(
         text["quantization_config"] |= change
     (source / file).write_text(json.dumps(text))
     refused(source, message)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_one_bit_of_compressed_tensors(zero: bool, tmp_path: Path) -> None:
+    """Its own packing and decoding: of 1 bit, the levels are -1 and 0, less the zero point."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    q = torch.randint(-1, 1, (N, K), dtype=torch.int8)
+    scale = torch.rand(N, K // 32).half()
+    weights = {"num_bits": 1, "type": "int", "strategy": "group", "group_size": 32}
+    outputs = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    config = {
+        "format": "pack-quantized",
+        "version": "0.20.0",
+        "config_groups": {
+            "a": {"targets": ["Linear"], "weights": weights, "output_activations": outputs}
+        },
+    }
+    tensors = {
+        "weight_packed": pack_to_int32(q, 1),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([N, K]),
+        "output_scale": torch.tensor([0.1]),
+    }
+    points = torch.zeros(N, K // 32, dtype=torch.int8)
+    if zero:
+        points = torch.randint(-1, 1, points.shape, dtype=torch.int8)
+        tensors["weight_zero_point"] = pack_to_int32(points, 1, packed_dim=0)
+    layer = read("compressed-tensors", config, tmp_path, tensors)
+    wide = [t.float().repeat_interleave(32, 1) for t in (points, scale)]
+    same(layer, ((q.float() - wide[0]) * wide[1]).numpy(), "int1:group=32,zero")
+    assert layer.note == "outputs were quantized by fixed scales there, and are not here"
+
+
+def test_targets_by_class_of_compressed_tensors() -> None:
+    linear, words = {"targets": ["Linear"]}, {"targets": ["Embedding"]}
+    for name, group in (("model.embed_tokens", words), ("wte", words), ("h.0.fc", linear)):
+        assert group_of(name, name, [linear, words]) == group
+    assert group_of("model.embed_tokens", "model.embed_tokens", [linear]) == linear

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints: integers of 2 to 8 bits, packed or not, and small floats.
+"""compressed-tensors checkpoints: integers of 1 to 8 bits, packed or not, and small floats.
 
 "pack-quantized" and "int-quantized":
 
@@ -54,6 +54,7 @@ FORMATS = tuple(dict.fromkeys((*INTEGERS, *FLOATING)))
 BITS = (2, 3, 4, 5, 6, 7, 8)
 ELEMENTS = {4: (2, 1), 6: (2, 3), 8: (4, 3)}  # of floats, by their bits
 STRATEGIES = ("group", "channel", "tensor")
+OUTPUTS = "outputs were quantized by fixed scales there, and are not here"
 UNORDERED = -1  # in weight_g_idx of layers that were not calibrated: columns are in order
 DENSE_SINCE = (0, 19)  # the version from which codes cross words
 
@@ -76,11 +77,14 @@ def layers(
         own = group.get("format") or config["format"]
         if own != MIXED:
             option({"format": own}, "format", FLOATING if floats else INTEGERS, what)
-        part.skip("input_scale", "input_zero_point", "input_global_scale", "output_scale")
+        part.skip("input_scale", "input_zero_point", "input_global_scale")
+        part.skip("output_scale", "output_zero_point")
         found = (
             float_weight(part, group["weights"]) if floats else layer(part, group["weights"], dense)
         )
         activation, note = activations(group.get("input_activations"))
+        if group.get("output_activations"):
+            note = "; ".join(filter(None, (note, OUTPUTS)))
         out[part.name] = replace(found, activation=activation, note=note)
     return out
 
@@ -121,7 +125,7 @@ def float_weight(part: Part, weights: Mapping[str, Any]) -> Layer:
 def layer(part: Part, weights: Mapping[str, Any], dense: bool) -> Layer:
     """dense: codes cross words, where the number of words does not tell."""
     what = f"{TOOL}: {part.name}"
-    bits = option(weights, "num_bits", BITS, what, required=True)
+    bits = option(weights, "num_bits", (1, *BITS), what, required=True)
     option(weights, "type", ("int",), what)
     option(weights, "dynamic", (False,), what)
     strategy = option(weights, "strategy", STRATEGIES, what, required=True)
@@ -177,8 +181,8 @@ def zero_points(
     part: Part, bits: int, shape: tuple[int, int], dense: bool
 ) -> Callable[[], Tensor] | None:
     """A function that reads zero points (N, groups) uint8; None when there are none but zeros."""
-    if not part.has("weight_zero_point"):
-        return None
+    if not part.has("weight_zero_point"):  # of 1 bit, -1 and 0: our `int1` without is -1 and 1
+        return None if bits > 1 else lambda: torch.ones(shape, dtype=torch.uint8)
     stored = part.find("weight_zero_point", (torch.int32, torch.int8))
     if stored.torch_dtype == torch.int8:  # not packed, and signed
         stored = part.find("weight_zero_point", (torch.int8,), shape)
@@ -193,7 +197,7 @@ def zero_points(
         def zero() -> Tensor:
             return read(stored.read().T.contiguous()).T.contiguous()
 
-    return None if symmetric(zero(), bits) else zero
+    return None if bits > 1 and symmetric(zero(), bits) else zero
 
 
 def reader(words: int, bits: int, count: int, dense: bool, name: str) -> Callable[[Tensor], Tensor]:
@@ -207,6 +211,12 @@ def reader(words: int, bits: int, count: int, dense: bool, name: str) -> Callabl
     if words == crossing and (dense or crossing != whole):
         return lambda t: unpack(t, bits, count)
     return lambda t: fields(t, bits)[:, :count].contiguous()
+
+
+def kinds(own: str) -> tuple[str, ...]:
+    """Classes that a layer may be of, by its name in the model: what is known before it is made."""
+    words = re.search("embed|wte$", own.rpartition(".")[2])
+    return ("Embedding", "Linear") if words else ("Linear",)
 
 
 def group_of(name: str, own: str, groups: list[Any]) -> dict[str, Any]:
@@ -225,6 +235,7 @@ def group_of(name: str, own: str, groups: list[Any]) -> dict[str, Any]:
                 return dict(targets[target])
         except re.error as error:
             raise InvalidInput(f"{TOOL}: target {target!r} is no pattern: {error}") from None
-    if "Linear" in targets:
-        return dict(targets["Linear"])
+    for kind in kinds(own):
+        if kind in targets:
+            return dict(targets[kind])
     raise InvalidInput(f"{TOOL}: no config group is for {name}; there are {', '.join(ordered)}")
