@@ -18,7 +18,7 @@ from anybit.checkpoint.layout import Tensors, check_fit, check_missing, cut_as, 
 from anybit.checkpoint.stream import plan_quantization
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
-from anybit.engine.lora import Adapters
+from anybit.engine.lora import Adapted, Adapters
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import stored_tensors
 from anybit.kernels.ahead import Uncompiled
@@ -69,6 +69,17 @@ class Separate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
+
+
+def bias_of(layer: Any) -> Tensor | None:
+    """The bias (N,) of a layer that `Weights.linear` has made, if it has one."""
+    if isinstance(layer, Adapted):
+        return bias_of(layer.layer)
+    if isinstance(layer, Separate):
+        biases = [bias for part in layer.parts if (bias := bias_of(part)) is not None]
+        return torch.cat(biases) if biases else None
+    bias: Tensor | None = layer.bias
+    return bias
 
 
 Words = nn.Embedding | QuantEmbedding

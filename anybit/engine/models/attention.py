@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from anybit.engine.models.layers import PLAIN, Mixer, NormKind, leave, norm_eps, norm_weight
 from anybit.engine.models.rope import Rope, head_dim
-from anybit.engine.weights import Weights
+from anybit.engine.weights import Weights, bias_of
 from anybit.kernels.attention import Batch, Scores
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import Unturned, finished, of, rms_norm
@@ -77,10 +77,9 @@ class Attention(Mixer):
             norms = (q, k, norm_eps(config))
             self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
         self.scales, self.k_bias = weights.kv_scales(name, (kv_heads, dim)), 0.0
-        if bias and weights.device.type != "meta":
-            parts = zip(merged, rows, strict=True)
-            whole = torch.cat([weights.tensor(f"{part}.bias", (n,)) for part, n in parts])
-            self.k_bias = rms_of_heads(whole[-2 * kv_heads * dim : -kv_heads * dim], dim)
+        added = bias_of(self.qkv_proj)
+        if added is not None and not added.is_meta:
+            self.k_bias = rms_of_heads(added[-2 * kv_heads * dim : -kv_heads * dim], dim)
 
     @property
     def last(self) -> nn.Module:
