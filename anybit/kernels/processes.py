@@ -7,6 +7,7 @@ itself against being imported again.
 import atexit
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import TypeAlias
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
 MOST = 32  # processes, unless told
+CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 IDLE = 60.0  # seconds without a call after which a child ends
 
 
@@ -77,26 +79,30 @@ class Child:
     """
 
     def __init__(self) -> None:
+        self._begin()
+        atexit.register(self.end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        """Have no process; a fork of this one leaves to it what it has."""
         self._lock = threading.Lock()
         self._process: Process | None = None
-        self._owner = 0  # the process whose child it is, which may have forked since
         self._idle: threading.Timer | None = None
-        atexit.register(self.end)
 
     def survives(self, call: Callable[[], object]) -> bool:
-        """Whether a function that can be pickled leaves its process alive, in error or not."""
+        """Whether a function that can be pickled crashes no process, whatever else it does."""
         with self._lock:
             if self._idle is not None:
                 self._idle.cancel()
-            process = self._process
-            if process is None or self._owner != os.getpid() or process.poll() is not None:
-                process, self._owner = worker(), os.getpid()
-                self._process = process
             try:
-                asked(process, call)
-            except (EOFError, OSError):
+                if self._process is None or self._process.poll() is not None:
+                    self._process = worker()
+                asked(self._process, call)
+            except (EOFError, OSError):  # also where no process can start
+                crashed = self._process is not None and -self._process.wait() in CRASHES
                 self._end()
-                return False
+                return not crashed
             except Exception:  # such as of a call that cannot be pickled, of which nothing is known
                 self._end()
                 return True
@@ -115,7 +121,7 @@ class Child:
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
+        if process is not None:
             process.kill()
             process.communicate()
 
@@ -149,7 +155,8 @@ def worker() -> Process:
 
 
 def serve() -> None:
-    """Make calls as they come, and answer with an error or nothing."""
+    """Make calls as they come, and answer with an error or nothing; Ctrl-C is the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a compiler prints is no answer
     while True:
