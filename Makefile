@@ -175,7 +175,7 @@ CONFORMANCE := .venv-conformance
 
 # compatcanary runs in node; where npm is missing, it is left out.
 $(CONFORMANCE)/.installed: tests/conformance/requirements.txt tests/conformance/package.json | .venv/.installed
-	@echo "== setting up $(CONFORMANCE) (suites of the server's protocols; 0.2 GB)"
+	@echo "== setting up $(CONFORMANCE) (suites of the server's protocols; 0.3 GB)"
 	@test -x $(CONFORMANCE)/bin/python || $(PYTHON) -m venv $(CONFORMANCE)
 	@$(CONFORMANCE)/bin/python -m pip install --quiet --requirement tests/conformance/requirements.txt
 	@cp tests/conformance/package.json $(CONFORMANCE)
