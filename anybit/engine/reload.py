@@ -47,7 +47,6 @@ class Arrived(Weights):
             self.adapters = model.adapters.of_new_weights()
         self.held: dict[str, Tensor | Packed] = {}
         self.sent: dict[str, str] = {}  # the names under which those came
-        self.biases: dict[str, Tensor] = {}  # that a layer has taken, and may ask for again
 
     def own(self, name: str) -> str:
         """The model's name for a tensor, of its own names or of a checkpoint's; experts apart."""
@@ -112,8 +111,6 @@ class Arrived(Weights):
 
     def _pop(self, name: str, shape: tuple[int, ...]) -> Tensor | Packed:
         own = self.own(name)
-        if own in self.biases:
-            return self.biases[own]
         if own not in self.held:
             message = f"tensor {name!r} has not come; send all of the model's"
             for other in self.sent.values():
@@ -125,8 +122,6 @@ class Arrived(Weights):
         found = self.held.pop(own)
         if tuple(found.shape) != shape:
             raise InvalidInput(f"{name} has shape {tuple(found.shape)}; the model wants {shape}")
-        if isinstance(found, Tensor) and own.endswith(".bias"):
-            self.biases[own] = found
         return found
 
 

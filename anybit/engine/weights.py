@@ -76,7 +76,7 @@ def bias_of(layer: Any) -> Tensor | None:
     if isinstance(layer, Adapted):
         return bias_of(layer.layer)
     if isinstance(layer, Separate):
-        biases = [bias for part in layer.parts if (bias := bias_of(part)) is not None]
+        biases = [b for part in layer.parts if (b := bias_of(part)) is not None]
         return torch.cat(biases) if biases else None
     bias: Tensor | None = layer.bias
     return bias
