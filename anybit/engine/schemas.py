@@ -7,6 +7,7 @@ place, and integers of 64 bits. What it cannot keep is refused.
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -71,9 +72,12 @@ PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
     (dict, "object"),
 )
 # In a pattern: classes of all characters but some; those that JSON escapes in any place.
-NEGATED = re.compile(r"(?<!\\)\[\^((?:\\.|[^\]\\])+)\]")
+NEGATED = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]", re.DOTALL)  # or an escape, as it is
 QUOTED = re.compile(r'"|\\\\|\\x\{?(22|5[cC])')
-LIKE = 24  # characters of a declared property's name with which no other one may begin
+# Names of declared properties from which others are told apart, in characters: all, and one.
+NAMES, LONGEST = 2000, 100
+OPTIONS = 500  # of oneOf, of which each two are compared
+STEPS = 100_000  # parts and options of all that references lead to
 INT64 = 2**63
 LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
 
@@ -112,6 +116,8 @@ class Rewriter:
         self.root = root
         self.multiples: set[Fraction] = set()
         self.merges = self.joins = False  # whether llguidance makes one schema of several; objects
+        self.steps = 0  # parts that were followed
+        self.kinds: dict[str, frozenset[str]] = {}  # by reference
         self.open: list[dict[str, Any]] = []  # objects with further properties than those declared
 
     def whole(self) -> dict[str, Any]:
@@ -146,7 +152,7 @@ class Rewriter:
             if key in NAMED and isinstance(value, dict):
                 named = pattern if key == "patternProperties" else str
                 out[key] = {named(name): self.schema(inner) for name, inner in value.items()}
-            elif key == "oneOf" and "anyOf" not in schema and exclusive(value, self.root):
+            elif key == "oneOf" and "anyOf" not in schema and self.exclusive(value):
                 out["anyOf"] = self.schema(value)
             elif key == "pattern" and isinstance(value, str):
                 out[key] = pattern(value)
@@ -162,25 +168,32 @@ class Rewriter:
         applied = out.keys() & {"$ref", "anyOf", "oneOf", "enum", "const"}
         merges = "allOf" in out or bool(applied and out.keys() - applied - NAMED)
         self.merges |= merges
-        self.joins |= merges and sum("properties" in p for p in followed(schema, self.root)) > 1
+        if merges and not self.joins:
+            parts = followed(schema, self.root)
+            self.steps += len(parts)
+            self.joins = sum("properties" in part for part in parts) > 1
+        if self.steps > STEPS:
+            raise InvalidInput(
+                "the JSON schema: its references lead to too many parts; make it smaller"
+            )
         if isinstance(out.get("properties"), dict) and not out.get("patternProperties"):
             self.open += [] if out.get("additionalProperties") is False else [out]
         return out
 
+    def exclusive(self, options: Any) -> bool:
+        """Whether a value fits one of these options at most, by its type or a required constant."""
+        if not isinstance(options, list) or len(options) > OPTIONS:
+            return False
+        types = [kinds(option, self.root, self.kinds) for option in options]
+        texts = [constants(resolved(option, self.root)) for option in options]
 
-def exclusive(options: Any, root: Any) -> bool:
-    """Whether a value fits one of these options at most: by its type, or a required constant."""
-    if not isinstance(options, list):
-        return False
-    return all(apart(a, b, root) for a, b in combinations(options, 2))
+        def apart(one: int, other: int) -> bool:
+            a, b = texts[one], texts[other]
+            if types[one].isdisjoint(types[other]):
+                return True
+            return any(a[name].isdisjoint(b[name]) for name in a.keys() & b.keys())
 
-
-def apart(a: Any, b: Any, root: Any) -> bool:
-    """Whether no value fits both schemas, as far as types and required constants tell."""
-    if not kinds(a, root) & kinds(b, root):
-        return True
-    one, other = constants(resolved(a, root)), constants(resolved(b, root))
-    return any(not one[name] & other[name] for name in one.keys() & other.keys())
+        return all(apart(*pair) for pair in combinations(range(len(options)), 2))
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -196,25 +209,28 @@ def name_keys(schema: dict[str, Any]) -> None:
     """Have further keys of an object match a pattern, as which no declared one can be written.
 
     What llguidance takes as a further key is not declared as it stands there, but may be once its
-    escapes are read: `\\u0061` is `a`. A pattern is matched with what they stand for.
+    escapes are read: `\\u0061` is `a`. A pattern is matched with what they stand for. One of
+    very many names, or of long ones, would take seconds to compile: such objects stay as they are.
     """
     rest, required = schema.get("additionalProperties", True), schema.get("required")
     for name in required if isinstance(required, list) else ():
         schema["properties"].setdefault(name, rest)
+    sizes = [len(name) for name in schema["properties"]]
+    if sum(sizes) > NAMES or max(sizes, default=0) > LONGEST:
+        return
     schema["patternProperties"] = {f"^{others([*schema['properties']])}$": rest}
     schema["additionalProperties"] = False
 
 
-def others(names: list[str], depth: int = LIKE) -> str:
-    """A regular expression of all texts but those names, and what begins with `LIKE` of their
-    characters."""
+def others(names: list[str]) -> str:
+    """A regular expression of all texts but those names."""
     heads: dict[str, list[str]] = {}
     for name in names:
         if name:
             heads.setdefault(name[0], []).append(name[1:])
     codes = {char: f"\\x{{{ord(char):x}}}" for char in sorted(heads)}
     options = [pattern(f"[^{''.join(codes.values())}]") + "(?s:.)*" if codes else "(?s:.)+"]
-    options += [codes[c] + others(heads[c], depth - 1) for c in codes] if depth else []
+    options += [codes[char] + others(heads[char]) for char in codes]
     return f"({'|'.join(options)}){'' if '' in names else '?'}"
 
 
@@ -225,7 +241,8 @@ def pattern(text: str) -> str:
     """
 
     def without_zero(found: re.Match[str]) -> str:
-        return f"[^\\x{{0}}{found[1]}]" if QUOTED.search(found[1]) else found[0]
+        inside = found[1] or ""
+        return f"[^\\x{{0}}{inside}]" if QUOTED.search(inside) else found[0]
 
     return NEGATED.sub(without_zero, text)
 
@@ -261,11 +278,12 @@ def target(ref: Any, root: Any) -> Any:
 def followed(schema: Any, root: Any) -> list[dict[str, Any]]:
     """A schema, and those that it refers to or has as parts or options, each once."""
     out: list[dict[str, Any]] = []
-    todo = [schema]
+    todo, seen = deque([schema]), set()
     while todo:
-        part = todo.pop(0)
-        if isinstance(part, dict) and not any(part is other for other in out):
+        part = todo.popleft()
+        if isinstance(part, dict) and id(part) not in seen:
             out.append(part)
+            seen.add(id(part))
             todo.append(target(part.get("$ref"), root))
             for key in ("allOf", "anyOf", "oneOf"):
                 options = part.get(key)
@@ -273,29 +291,33 @@ def followed(schema: Any, root: Any) -> list[dict[str, Any]]:
     return out
 
 
-def kinds(schema: Any, root: Any, refs: frozenset[str] = frozenset()) -> frozenset[str]:
+def kinds(schema: Any, root: Any, known: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
     """The types of JSON that values of a schema in a document may have; all that are not excluded.
 
-    root: the document, for references. refs: those that have led here.
+    root: the document, for references. known: those of references; all for one that leads here.
     """
+    known = {} if known is None else known
     if schema is False:
         return frozenset()
     found = KINDS
     if not isinstance(schema, dict):
         return found
     ref, types = schema.get("$ref"), schema.get("type")
-    if isinstance(ref, str) and ref not in refs:
-        found &= kinds(target(ref, root), root, refs | {ref})
+    if isinstance(ref, str):
+        if ref not in known:
+            known[ref] = KINDS
+            known[ref] = kinds(target(ref, root), root, known)
+        found &= known[ref]
     if isinstance(types, str | list):
         found &= frozenset([types] if isinstance(types, str) else map(str, types))
         found |= {"integer"} if "number" in types else frozenset()
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list):
-            found &= frozenset().union(*(kinds(option, root, refs) for option in options))
+            found &= frozenset().union(*(kinds(option, root, known) for option in options))
     parts = schema.get("allOf")
     for part in parts if isinstance(parts, list) else ():
-        found &= kinds(part, root, refs)
+        found &= kinds(part, root, known)
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     return found & frozenset(map(kind, listed)) if isinstance(listed, list) else found
 

@@ -55,11 +55,11 @@ class Structured:
     behind `,` and `:`, and no other white space; `"x-guidance"` in the schema has llguidance's
     options for more. What cannot be enforced is refused, but for annotations, among which are
     `uniqueItems` and formats that JSON Schema does not have (`binary`). Where objects are merged
-    (`allOf`) or `patternProperties` leaves further keys free, one with escapes may stand for a
-    declared one. regex: what the whole text matches, in the syntax of Rust's `regex`. choice:
-    strings, of which the text is one. grammar: Lark as llguidance reads it, or GBNF (rules with
-    `::=`). think: tokens that open and close thoughts; what stands between them is free. thinking:
-    whether the prompt has opened them.
+    (`allOf`), have names of over 2,000 characters in all, or `patternProperties` leaves further
+    keys free, one with escapes may stand for a declared one. regex: what the whole text matches, in
+    the syntax of Rust's `regex`. choice: strings, of which the text is one. grammar: Lark as
+    llguidance reads it, or GBNF (rules with `::=`). think: tokens that open and close thoughts;
+    what stands between them is free. thinking: whether the prompt has opened them.
     """
 
     json: dict[str, Any] | str | bool | None = None

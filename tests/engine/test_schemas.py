@@ -1,7 +1,10 @@
 """Schemas against another reader: what a grammar takes is valid, however keys are spelled."""
 
+import itertools
 import json
 import random
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +12,7 @@ import jsonschema_rs
 import pytest
 from transformers import AutoTokenizer
 
-from anybit.engine.schemas import exclusive
+from anybit.engine.schemas import Rewriter, json_rule, pattern
 from anybit.engine.structured import Grammars, Structured
 from anybit.errors import InvalidInput
 from tests.engine.conftest import PICO
@@ -144,6 +147,38 @@ def test_unions_that_types_tell_apart(takes: Takes) -> None:
     for text, took in (('"x"', True), ('["x"]', True), ("1.5", True), ("true", False)):
         assert takes(apart, text) == took
     for options in ([tag, {"type": "string"}], [{"type": "number"}, {"enum": [1.0]}], [tag, {}]):
-        assert not exclusive(options, tags)
+        assert not Rewriter(tags).exclusive(options)
         with pytest.raises(InvalidInput, match="options that may overlap"):
             takes({"oneOf": options} | tags, "{}")
+
+
+def test_references_that_double_take_no_time() -> None:
+    """Two at each level: their types are found once."""
+    names = [f"d{i}" for i in range(41)]
+    both = {a: {"anyOf": 2 * [{"$ref": f"#/$defs/{b}"}]} for a, b in itertools.pairwise(names)}
+    schema = {"$defs": both | {"d40": {"type": "string"}}}
+    begun = time.process_time()
+    json_rule(schema | {"oneOf": [{"$ref": "#/$defs/d0"}, {"type": "integer"}]})
+    tagged = [tag(str(i)) for i in range(400)]
+    json_rule({"oneOf": tagged})
+    assert time.process_time() - begun < 2
+
+
+def tag(name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+
+
+def test_a_key_may_begin_as_a_declared_one() -> None:
+    line = "customer_billing_address_line_"
+    schema = {"type": "object", "properties": {f"{line}1": {"type": "integer"}}}
+    rule = json.loads(json_rule(schema).removeprefix("%json "))
+    (others,) = rule["patternProperties"]
+    others = re.sub(r"\\x\{([0-9a-f]+)\}", lambda found: re.escape(chr(int(found[1], 16))), others)
+    assert re.fullmatch(others, f"{line}2")
+    assert re.fullmatch(others, line)
+    assert not re.fullmatch(others, f"{line}1")
+
+
+def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
+    assert pattern(r'^\\[^"]$') == r'^\\[^\x{0}"]$'
+    assert pattern(r'^\[^"]$') == r'^\[^"]$'

@@ -43,6 +43,10 @@ def layers(
 def bits_of(name: str, config: Mapping[str, Any]) -> int:
     """Bits of a layer, by the first pattern of the config that is found first in its name."""
     own = config.get("module_quant_configs") or {}
+    if not isinstance(own, dict) or not all(isinstance(inner, dict) for inner in own.values()):
+        raise InvalidInput(
+            f"{TOOL}: module_quant_configs: {own!r:.80}; objects by patterns are known"
+        )
     joined = "|".join(f"(?P<g{i}>{pattern})" for i, pattern in enumerate(own))
     try:
         found = re.search(joined, name) if own else None
