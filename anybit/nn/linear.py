@@ -168,6 +168,7 @@ class QuantLinear(Quantized):
 
     def forget(self) -> None:
         """Drop what multiplies; the next call makes it anew."""
+        super().forget()
         self._made = None
 
     def multiplier(self, dtype: torch.dtype) -> Multiplier:

@@ -122,7 +122,8 @@ class Quantized(nn.Module):
         return not self._non_persistent_buffers_set.isdisjoint(self.names)
 
     def forget(self) -> None:
-        """Drop what was made from the tensors."""
+        """Drop what was made from the tensors, and those that are no longer the layer's."""
+        self._without_casts()
 
     def _hand_on(self) -> None:
         """Give the tensors to the layers that share them."""

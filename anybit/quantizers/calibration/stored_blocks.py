@@ -53,9 +53,9 @@ class StoredBlocks:
                 owner._buffers[key] = real
         yield
         for module in (*modules, *block.modules()):
-            if isinstance(module, QuantLinear):
-                module.forget()
             for own in (module._parameters, module._buffers):
                 for key, tensor in own.items():
                     if tensor is not None and key not in module._non_persistent_buffers_set:
                         own[key] = tensor.to("meta")  # type: ignore[assignment]
+            if isinstance(module, QuantLinear):
+                module.forget()
