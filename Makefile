@@ -42,9 +42,10 @@ lint: .venv/.installed  ## Check style, types, and that rooms import only what s
 	@echo "== mypy"
 	@$(BIN)/mypy
 
+# Three processes on two cores: tests of servers wait (716 s where two processes take 764).
 pytest: .venv/.installed  ## Run all tests, in random order.
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 15
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --durations 15
 
 quick: .venv/.installed  ## Lint, and run the tests closest to what differs from main; about a minute.
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo --no-cache
