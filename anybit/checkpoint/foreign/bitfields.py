@@ -27,6 +27,11 @@ def unpack(words: Tensor, width: int, count: int) -> Tensor:
     return out.reshape(len(words), -1)[:, :count].contiguous()
 
 
+def unsigned(q: Tensor, width: int) -> Tensor:
+    """Codes uint8 of signed integers of `width` bits, int8: the least one is 0."""
+    return (q.int() + 2 ** (width - 1)).to(torch.uint8)
+
+
 def pack(codes: Tensor, width: int) -> Tensor:
     """The inverse of `unpack`: (R, count) uint8 -> int32 words (R, ceil(count * width / 32))."""
     if width in (1, 2, 4, 8):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoint.foreign.base import ANY, Layer, Naming, Part, option, parts, uniform
+from anybit.checkpoint.foreign.bitfields import unsigned
 from anybit.checkpoint.foreign.floats import checked
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
@@ -56,7 +57,7 @@ def rows_of_int8(part: Part) -> Layer:
             )
 
     def codes() -> Tensor:
-        return (weight.read().int() + 128).to(torch.uint8)
+        return unsigned(weight.read(), 8)
 
     def scale() -> Tensor:
         return largest.read()[:, None] / 127

@@ -32,7 +32,7 @@ from anybit.checkpoint.foreign.base import (
     symmetric,
     uniform,
 )
-from anybit.checkpoint.foreign.bitfields import fields, unpack
+from anybit.checkpoint.foreign.bitfields import fields, unpack, unsigned
 from anybit.checkpoint.foreign.floats import float_layer
 from anybit.checkpoint.foreign.gptq import column_order
 from anybit.errors import InvalidInput
@@ -188,7 +188,7 @@ def zero_points(
         stored = part.find("weight_zero_point", (torch.int8,), shape)
 
         def zero() -> Tensor:
-            return (stored.read().int() + 2 ** (bits - 1)).to(torch.uint8)
+            return unsigned(stored.read(), bits)
     else:
         n, groups = shape
         stored = part.find("weight_zero_point", (torch.int32,), (ANY, groups))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, option, parts, uniform
+from anybit.checkpoint.foreign.bitfields import unsigned
 from anybit.checkpoint.foreign.floats import checked
 from anybit.core.planes import unpack
 from anybit.errors import InvalidInput
@@ -74,7 +75,7 @@ def layer(part: Part, key: str, scale_key: str, bits: int) -> Layer:
     def codes() -> Tensor:
         data = weight.read()
         if bits == 8:
-            return (data.int() + 128).to(torch.uint8)
+            return unsigned(data, bits)
         words = torch.nn.functional.pad(data, (0, -data.shape[1] % 4)).view(torch.int32)
         return unpack((words,), bits, k)
 

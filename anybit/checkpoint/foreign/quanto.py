@@ -26,6 +26,7 @@ from anybit.checkpoint.foreign.base import (
     parts,
     uniform,
 )
+from anybit.checkpoint.foreign.bitfields import unsigned
 from anybit.checkpoint.foreign.floats import checked, float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -61,7 +62,7 @@ def layer(part: Part, bits: int) -> Layer:
         data = part.find("weight._data", (torch.int8,), (scale.shape[0], ANY))
 
         def signed() -> Tensor:
-            return (data.read().int() + 128).to(torch.uint8)
+            return unsigned(data.read(), bits)
 
         shape = (data.shape[0], data.shape[1])
         dtypes = {"scale": scale.torch_dtype}
