@@ -8,7 +8,7 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import wraps
+from functools import cache, wraps
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
@@ -111,6 +111,7 @@ class EngineConfig:
     """Whether blocks of prompts that begin alike are shared."""
 
 
+@cache
 def texts() -> dict[str, str]:
     """What stands below each field of `EngineConfig`."""
     (body,) = ast.parse(dedent(inspect.getsource(EngineConfig))).body
