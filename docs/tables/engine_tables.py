@@ -29,10 +29,12 @@ def traffic() -> str:
     """Requests over HTTP that arrive at random: latencies, by server and rate."""
     times = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "itl_p99_ms")
     out = [
-        [r["rate_per_s"], r["server"], r["weights"], *(r[time] for time in times)]
+        [r["rate_per_s"], r["server"], r["weights"], f"{float(r['known_share']):.0%}"]
+        + [r[time] for time in times]
         for r in sorted(read("h200_http"), key=lambda r: float(r["rate_per_s"]))
+        if r["load"] == "poisson"
     ]
-    titles = ["requests/s", "server", "weights", "TTFT p50", "p99", "TPOT p50", "ITL p99"]
+    titles = ["requests/s", "server", "weights", "known", "TTFT p50", "p99", "TPOT p50", "ITL p99"]
     return markdown(titles, out, words=3)
 
 
