@@ -14,6 +14,7 @@ from torch import Tensor
 from anybit import quantize_tensor
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
+from anybit.kernels.cute import operands
 from anybit.kernels.hopper import scalar_linear
 from anybit.kernels.reference import quantize_tokens
 
@@ -133,7 +134,7 @@ def anybit(w: Tensor, experts: int, schemes: list[str]) -> Iterator[Experts]:
         except InvalidInput as error:
             print(f"left out: {scheme}: {error}", flush=True)
             continue
-        prepared = scalar_linear.prepare_experts(made, activation, dtype)
+        prepared = operands.prepare_experts(made, activation, dtype)
         index = torch.tensor(owners(w, experts), device=w.device)
         prepared = prepared._replace(
             layout=tuple(of_all(t, index, len(w)) for t in prepared.layout)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from anybit.core.scheme import parse_scheme
+from anybit.kernels.cute import operands
 from anybit.kernels.cute.build import build
 from anybit.kernels.cute.cells import Cells, cells_of, multiply_decoded
 from anybit.kernels.cute.operands import NAMES, decoder_for
@@ -34,6 +35,7 @@ from anybit.kernels.hopper import (
     scalar_linear,
     tiles,
 )
+from anybit.kernels.hopper.backend import BACKEND
 from anybit.kernels.hopper.chip import chip_of
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.mma import linear as mma_linear
@@ -74,7 +76,7 @@ def told_few(t: mma.Tile) -> str:
 
 def scalar(x: Tensor, weight: Any, starts: Tensor | None) -> Iterator[Timed]:
     """Kernels of formats whose codes are numbers; with `starts`, for experts."""
-    given = scalar_linear.tokens(x, weight)
+    given = operands.tokens(x, weight)
     d, chip, (n, k) = decoder_for(weight.format, given[0].dtype), chip_of(DEVICE), weight.shape
     gpu, m, experts = tiles.gpu_for(chip), len(x), 0 if starts is None else len(starts) - 1
     for t in tiles.family(d) if starts is None else expert_tiles.family_grouped(d):
@@ -118,9 +120,9 @@ def rows_of(scheme: str, n: int, k: int, ms: list[int], experts: int, top: int) 
     some = [quantize_tensor(torch.randn(n, k, device=DEVICE) * 0.02, fmt) for _ in range(4)]
     if experts:
         every = [some[i % 4] for i in range(experts)]
-        weight = scalar_linear.prepare_experts(every, activation, HALF)
+        weight = operands.prepare_experts(every, activation, HALF)
     else:
-        weight = hopper_backend(scheme).prepare(some[0], activation, HALF)
+        weight = BACKEND.prepare(some[0], activation, HALF)
     copies = rotated(weight, some[0].nbytes() * max(1, experts))
     for tokens in ms:
         m, starts = tokens * max(1, top), None
@@ -140,10 +142,6 @@ def rows_of(scheme: str, n: int, k: int, ms: list[int], experts: int, top: int) 
                 print(scheme, m, n, k, kernel, tile, repr(us)[:200], flush=True)
             else:
                 yield [scheme, m, n, k, experts, kernel, tile, f"{us:.4g}"]
-
-
-def hopper_backend(scheme: str) -> Any:
-    return codebook_linear if scheme in BOOKS else scalar_linear
 
 
 def main() -> None:

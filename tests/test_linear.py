@@ -312,7 +312,7 @@ def test_a_backend_from_outside_multiplies(stranger, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "runs on stranger: fp6" in shown
     assert "not on stranger: it knows nothing but fp6" in shown
-    assert registry.grouped("stranger") is None
+    assert not registry.get_backend("stranger").takes_experts(LayerSpec.of(q.packed, None))
 
 
 def test_names_of_backends_are_checked(stranger):

@@ -16,7 +16,7 @@ import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels import registry, tuned
-from anybit.kernels.backend import LayerSpec, Tunable
+from anybit.kernels.backend import Backend, LayerSpec
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.decode import Decoder
 from anybit.kernels.cute.jit import BuildError
@@ -389,7 +389,7 @@ def test_a_backend_without_candidates_is_named(monkeypatch: pytest.MonkeyPatch) 
     for name in ("hopper", "mma", "triton"):
         monkeypatch.setattr(registry, "choose", lambda layer, name=name: name)
         assert tune.tuned_backend(layer) == name
-        assert isinstance(registry.get_backend(name), Tunable)
+        assert registry.get_backend(name).does(Backend.candidates)
     monkeypatch.setattr(registry, "choose", lambda layer: "dense")
     monkeypatch.setattr(registry, "refusals", lambda layer: {"triton": "is absent", "dense": None})
     with pytest.raises(ValueError, match=r"dense multiplies it, .* nothing to tune: triton is abs"):

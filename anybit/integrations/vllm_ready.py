@@ -20,7 +20,7 @@ from vllm.utils import jit_monitor
 from anybit.integrations.vllm_products import Experts, Multiply
 from anybit.kernels import compilations
 from anybit.kernels.ahead import build_for
-from anybit.kernels.backend import Compiled, LayerSpec, Needs
+from anybit.kernels.backend import Backend, LayerSpec, Needs
 from anybit.kernels.registry import get_backend
 from anybit.nn.multiplier import Frozen
 
@@ -76,7 +76,7 @@ def register(part: nn.Module, biased: bool) -> None:
     """Have vLLM compile what a part of a layer may launch, if that depends on its tokens."""
     compilations.watch(late)
     most = most_tokens()
-    if most and isinstance(part, Multiply) and isinstance(get_backend(part.backend), Compiled):
+    if most and isinstance(part, Multiply) and get_backend(part.backend).does(Backend.needs):
         kind = part.scheme, part.prepared.shape, part.backend, part.dtype, biased
         around = tuple(tensor is not None for tensor in part.around)
         JitWarmupRegistry.register(LAYERS, (*kind, around), partial(of_part, part, biased, most))
@@ -88,7 +88,7 @@ def register_experts(method: Any, layer: Any) -> None:
     both: list[Experts] = [layer.w13, layer.w2]
     products = [each.product for each in both if each.product is not None]
     most = most_tokens()
-    compiled = [product for product in products if isinstance(product.kernels, Compiled)]
+    compiled = [product for product in products if product.kernels.does(Backend.needs)]
     if most and len(compiled) == len(both):
         shapes = tuple(product.prepared.shape for product in products)
         kind = "experts", products[0].scheme, shapes, both[0].dtype, both[0].count
@@ -108,9 +108,7 @@ def of_part(part: Multiply, biased: bool, most: int) -> list[Call]:
         x = torch.zeros(count, part.in_features, dtype=part.dtype, device=part.device)
         return part(x, bias)
 
-    backend = get_backend(part.backend)
-    assert isinstance(backend, Compiled)
-    needs = needs_of(part, backend, part.dtype, most)
+    needs = needs_of(part, get_backend(part.backend), part.dtype, most)
     return every(multiply, most, needs)
 
 
@@ -130,7 +128,7 @@ def of_experts(method: Any, layer: Any, products: list[Any], most: int) -> list[
 
 
 def needs_of(
-    weights: Frozen, backend: Compiled, dtype: torch.dtype, most: int, experts: bool = False
+    weights: Frozen, backend: Backend, dtype: torch.dtype, most: int, experts: bool = False
 ) -> Needs:
     """What a backend says of weights that it has prepared."""
     fmt, shape, activation, *_ = weights.prepared

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,14 +134,30 @@ class Activations(NamedTuple):
         return None if self.pairs is None else self.pairs.count
 
 
-class Backend(Protocol):
-    """Kernels that multiply: a module, or any object, with these names."""
+class Needs(NamedTuple):
+    """What makes a layer's kernels be there for any number of tokens.
+
+    Attributes:
+        calls: Each loads a kernel that it may launch, compiled first if it is missing.
+        tokens: Numbers with which it launches each of the others at least once.
+    """
+
+    calls: Sequence[Callable[[], object]] = ()
+    tokens: Sequence[int] = ()
+
+
+class Backend:
+    """Kernels that multiply. Those of a kind derive from it, and have the first four of their own.
+
+    Attributes:
+        joins: Whether `linear` adds up the outputs of tokens that have `Activations.pairs`.
+    """
+
+    joins = False
 
     def refuse(self, layer: LayerSpec) -> str | None:
         """None when this backend multiplies such a layer, else the reason in words why not."""
-
-    def decodes(self, activation: str | None) -> bool:
-        """Whether `prepare` holds a decoded copy, as large as N * K activations, where it may."""
+        raise NotImplementedError
 
     def prepare(
         self,
@@ -158,73 +174,60 @@ class Backend(Protocol):
             dtype: of the activations; None: unknown yet.
             decoded: whether a decoded copy of the weight may be held.
         """
+        raise NotImplementedError
 
     def linear(self, x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """y = x W^T + bias.
 
         Args:
             x: (M, K), with any strides; or `Activations` of M tokens, in the dtype of
-                `prepared.activation`. They have `pairs` only if the backend has `joins = True`,
-                and then behind the rows of tokens y holds anything.
+                `prepared.activation`. They have `pairs` only if the backend `joins`, and then
+                behind the rows of tokens y holds anything.
             prepared: of this backend. `Prepared.dtype` is not known here.
             bias: (N,) of any float dtype.
 
         Returns:
             (M, N) in `x.dtype`.
         """
+        raise NotImplementedError
 
+    def decodes(self, activation: str | None) -> bool:
+        """Whether `prepare` holds a decoded copy, as large as N * K activations, where it may."""
+        return False
 
-@runtime_checkable
-class Tunable(Backend, Protocol):
-    """What a backend has besides if `anybit tune` may choose among its launches."""
+    def does(self, default: Callable[..., object]) -> bool:
+        """Whether it has a function of its own in the place of one of those below."""
+        own = getattr(self, default.__name__)
+        return getattr(own, "__func__", own) is not default
 
     def candidates(self, x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
         """Ways to multiply x (M, K), by the names that `tuned.py` keeps; none: there is one way.
 
-        Each takes weights like `prepared`, and returns y (M, N). It raises NoRoom where the GPU
-        has none for it.
+        `anybit tune` compares them. Each takes weights like `prepared`, and returns y (M, N). It
+        raises NoRoom where the GPU has none for it.
         """
-
-
-@runtime_checkable
-class Restoring(Backend, Protocol):
-    """What a backend has besides if it may take the rotations off a weight, not of its tokens."""
+        return {}
 
     def linear_restored(
         self, x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
     ) -> Tensor | None:
         """What a layer with a rotated weight returns for x (M, K); None if `linear` is faster.
 
-        vectors: rotate_in (K,) and rotate_out (N, 1), of `core.rotation.Rotation`.
+        vectors: rotate_in (K,) and rotate_out (N, 1), of `core.rotation.Rotation`, which are taken
+        off the weight, not of its tokens.
         """
-
-
-class Needs(NamedTuple):
-    """What makes a layer's kernels be there for any number of tokens.
-
-    Attributes:
-        calls: Each loads a kernel that it may launch, compiled first if it is missing.
-        tokens: Numbers with which it launches each of the others at least once.
-    """
-
-    calls: Sequence[Callable[[], object]] = ()
-    tokens: Sequence[int] = ()
-
-
-@runtime_checkable
-class Compiled(Protocol):
-    """What a backend has besides if the number of tokens decides which kernel it launches."""
+        return None
 
     def needs(self, layer: LayerSpec, most: int, experts: bool = False) -> Needs:
-        """Of a layer that it takes, with a dtype, or of many as experts, for 1 to `most` tokens."""
+        """Where the number of tokens decides which kernel is launched: all for 1 to `most`.
 
-
-@runtime_checkable
-class Grouped(Protocol):
-    """What a backend has besides if it multiplies many experts at once."""
+        Of a layer that it takes, with a dtype, or of many as experts.
+        """
+        return Needs()
 
     def takes_experts(self, layer: LayerSpec) -> bool:
         """Whether it multiplies any number of such weights, which it takes, at once."""
+        return False
 
     def prepare_experts(
         self, experts: Sequence[Packed], activation: str | None, dtype: torch.dtype | None = None
@@ -234,12 +237,13 @@ class Grouped(Protocol):
         Raises:
             InvalidInput: Formats or shapes differ.
         """
+        raise NotImplementedError
 
     def linear_experts(self, x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
         """Multiply tokens that lie sorted by expert.
 
         Args:
-            x: (M, K), or `Activations` of M rows, as `Backend.linear` takes them.
+            x: (M, K), or `Activations` of M rows, as `linear` takes them.
             starts: (experts + 1,) int32, on x's device. Tokens starts[e] to starts[e + 1] meet
                 the weight of expert e; those after the last are no expert's.
             prepared: by `prepare_experts`.
@@ -247,6 +251,16 @@ class Grouped(Protocol):
         Returns:
             (M, N) in x's dtype; rows that are no expert's hold anything.
         """
+        raise NotImplementedError
+
+
+def adopted(found: object) -> Backend:
+    """An object with names of a `Backend`, such as a module, as one: it may lack the later ones."""
+    if isinstance(found, Backend):
+        return found
+    own, names = Backend(), [name for name in vars(Backend) if name[0] != "_"]
+    vars(own).update({name: getattr(found, name) for name in names if hasattr(found, name)})
+    return own
 
 
 def octaves(packed: Packed, activation: str | None) -> int:

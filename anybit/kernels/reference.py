@@ -19,10 +19,6 @@ def refuse(layer: LayerSpec) -> str | None:
     return None
 
 
-def decodes(activation: str | None) -> bool:
-    return False
-
-
 def prepare(
     packed: Packed,
     activation: str | None,

@@ -6,14 +6,13 @@ refusal. `register_backend` adds one.
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import cast
 
 from anybit.errors import InvalidInput
-from anybit.kernels.backend import Backend, Grouped, LayerSpec
+from anybit.kernels.backend import Backend, LayerSpec, adopted
 
-# name: (backend, device types; none: all). A backend that is the name of a module is imported when
-# a layer on such a device first asks.
-BACKENDS: dict[str, tuple[Backend | str, tuple[str, ...]]] = {
+# name: (backend, device types; none: all). A backend that is the name of a module is the module's
+# BACKEND, or the module itself, and imported when a layer on such a device first asks.
+BACKENDS: dict[str, tuple[object, tuple[str, ...]]] = {
     "hopper": ("anybit.kernels.hopper.backend", ("cuda",)),
     "mma": ("anybit.kernels.mma.backend", ("cuda",)),
     "triton": ("anybit.kernels.triton.backend", ("cuda",)),
@@ -24,14 +23,14 @@ BACKENDS: dict[str, tuple[Backend | str, tuple[str, ...]]] = {
 
 
 def register_backend(
-    name: str, backend: Backend | str, devices: Sequence[str] = (), before: str = "reference"
+    name: str, backend: object, devices: Sequence[str] = (), before: str = "reference"
 ) -> None:
     """Let a backend multiply layers that are made from now on.
 
     Args:
         name: by which layers, plots and `anybit doctor` know it.
-        backend: an object with the functions of `anybit.kernels.backend.Backend`, such as a module;
-            or a module's name, which is imported when a layer first asks.
+        backend: an `anybit.kernels.backend.Backend`, or an object with its functions, such as a
+            module; or a module's name, which is imported when a layer first asks.
         devices: types of the devices that it runs on ("cpu", "cuda"); none: all.
         before: the backend that it is asked before.
 
@@ -50,17 +49,15 @@ def register_backend(
 
 def get_backend(name: str) -> Backend:
     """The backend of this name, imported if need be."""
-    backend, devices = BACKENDS[name]
-    if isinstance(backend, str):
-        backend = cast(Backend, import_module(backend))
-        BACKENDS[name] = backend, devices
+    found, devices = BACKENDS[name]
+    if isinstance(found, Backend):
+        return found
+    if isinstance(found, str):
+        module = import_module(found)
+        found = getattr(module, "BACKEND", module)
+    backend = adopted(found)
+    BACKENDS[name] = backend, devices
     return backend
-
-
-def grouped(name: str) -> Grouped | None:
-    """The backend of this name if it multiplies many experts at once, else None."""
-    backend = get_backend(name)
-    return backend if isinstance(backend, Grouped) else None
 
 
 def refusals(layer: LayerSpec) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.errors import InvalidInput, Unsupported
 from anybit.kernels import registry, tuned
 from anybit.kernels.ahead import build_for
-from anybit.kernels.backend import HALVES, LayerSpec, NoRoom, Prepared, Tunable
+from anybit.kernels.backend import HALVES, Backend, LayerSpec, NoRoom, Prepared
 from anybit.kernels.cute import jit
 from anybit.kernels.reference import quantized_activation
 from anybit.measure.timing import medians_in_turns, rotated
@@ -74,7 +74,7 @@ def tune(
 def tuned_backend(layer: LayerSpec) -> str:
     """The name of the backend that multiplies a layer; it must have candidates."""
     name = registry.choose(layer)
-    if not isinstance(registry.get_backend(name), Tunable):
+    if not registry.get_backend(name).does(Backend.candidates):
         what = f"{scheme_name(layer.format, layer.activation)} at {layer.shape}"
         reasons = "; ".join(f"{n} {r}" for n, r in registry.refusals(layer).items() if r)
         raise InvalidInput(f"{what}: {name} multiplies it, and has nothing to tune: {reasons}")
@@ -97,7 +97,6 @@ def time_layer(
 ) -> Iterator[tuple[int, Times]]:
     """Each number of tokens, and the times of the candidates that run here."""
     family = registry.get_backend(backend)
-    assert isinstance(family, Tunable)
     prepared = family.prepare(packed, activation, dtype)
     device, k = packed.planes[0].device, packed.shape[1]
     tokens = [torch.randn(m, k, device=device, dtype=dtype) for m in counts]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from anybit.core.packed import Packed, stack
 from anybit.kernels.ahead import Uncompiled
-from anybit.kernels.backend import Activations, Grouped, LayerSpec, Prepared, octaves
+from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared, octaves
 from anybit.kernels.between import Routing, outside
-from anybit.kernels.registry import grouped
+from anybit.kernels.registry import get_backend
 from anybit.nn.around import Around
 from anybit.nn.multiplier import Frozen
 from anybit.nn.sharding import same
@@ -32,7 +32,7 @@ def merge(weights: Sequence[Weight]) -> Weight | None:
 class QuantExperts(Frozen):
     """One projection of all experts, multiplied at once."""
 
-    def __init__(self, kernels: Grouped, prepared: Prepared, around: Around):
+    def __init__(self, kernels: Backend, prepared: Prepared, around: Around):
         super().__init__(prepared, around)
         self.kernels = kernels
 
@@ -91,7 +91,7 @@ def group(
         return None
     stored = [one.stored() for one in packed]
     widest = max(stored, key=partial(octaves, activation=activation))  # the hardest to multiply
-    kernels = grouped(choose(widest, activation))
-    if kernels is None or not kernels.takes_experts(LayerSpec.of(widest, activation, dtype)):
+    kernels = get_backend(choose(widest, activation))
+    if not kernels.takes_experts(LayerSpec.of(widest, activation, dtype)):
         return None
     return QuantExperts(kernels, kernels.prepare_experts(stored, activation, dtype), around)

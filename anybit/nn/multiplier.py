@@ -15,7 +15,7 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels import dense
-from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared, Restoring
+from anybit.kernels.backend import CODES, Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.between import ANSWERS, Unturned, of
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
@@ -97,7 +97,7 @@ class Multiplier(Frozen):
         self.out_features, self.in_features = prepared.shape
         kernels = get_backend(backend)
         self.restores = around.rotate_out is not None and prepared.activation is None
-        self.restores &= isinstance(kernels, Restoring)
+        self.restores &= kernels.does(Backend.linear_restored)
 
     @classmethod
     def of(
@@ -213,7 +213,7 @@ class Multiplier(Frozen):
                 call = ops.Call(scale, sums, dtype, stored, versions)
         elif pairs:
             lead = torch.Size([pairs.tokens])
-        joins = pairs is not None and getattr(get_backend(self.backend), "joins", False)
+        joins = pairs is not None and get_backend(self.backend).joins
         if pairs and joins:
             call = call._replace(pairs=pairs.count)
         y = self._run(x, inside if joins or not pairs else None, call)

@@ -43,7 +43,7 @@ class Call(NamedTuple):
             later.
         pairs: `Pairs.count`, for backends that join.
         vectors: rotate_in and rotate_out of a layer whose x and y these are then, for
-            `backend.Restoring`.
+            `Backend.linear_restored`.
     """
 
     scale: Tensor | None = None
@@ -96,8 +96,7 @@ def multiply(
     try:
         if not (vectors := call.vectors):
             return kernels.linear(rows, prepared, bias)
-        restored = getattr(kernels, "linear_restored", None)
-        whole: Tensor | None = restored(x, prepared, vectors, bias) if restored else None
+        whole = kernels.linear_restored(x, prepared, vectors, bias)
         if whole is not None:
             return whole
         y = kernels.linear(turn(x, vectors[0], False), prepared, None)

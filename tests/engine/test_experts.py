@@ -80,7 +80,7 @@ def test_one_product_for_all_equals_one_by_one(
     x = torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16()
     single = module([scheme] * E)
     assert isinstance(single, experts.OneByOne)
-    monkeypatch.setattr(grouped, "grouped", lambda name: Kernels())
+    monkeypatch.setattr(grouped, "get_backend", lambda name: Kernels())
     whole = module([scheme] * E)
     assert isinstance(whole, grouped.QuantExperts)
     # Up to 29, and the reference rounds decoded weights to bf16, which not every kernel does.
@@ -88,12 +88,12 @@ def test_one_product_for_all_equals_one_by_one(
 
 
 def test_experts_that_kernels_do_not_take_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "grouped", lambda name: Kernels(takes=False))
+    monkeypatch.setattr(grouped, "get_backend", lambda name: Kernels(takes=False))
     assert isinstance(module(["fp6"] * E), experts.OneByOne)
 
 
 def test_experts_of_different_kinds_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "grouped", lambda name: Kernels())
+    monkeypatch.setattr(grouped, "get_backend", lambda name: Kernels())
     for schemes in (["fp6", "fp6", None], ["fp6", "int4", "fp6"], ["int4", "int4@int8", "int4"]):
         assert isinstance(module(schemes), experts.OneByOne)
     assert isinstance(module(["fp6"] * E), grouped.QuantExperts)

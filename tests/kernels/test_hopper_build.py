@@ -17,7 +17,8 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.cute import jit, products
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import backend, chip, choices, scalar_linear, tiles
+from anybit.kernels.hopper import chip, choices, scalar_linear, tiles
+from anybit.kernels.hopper.backend import BACKEND as backend
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.choices import Choice, Part
 from anybit.kernels.hopper.expert_tiles import choose_experts, family_few, family_grouped

@@ -54,7 +54,7 @@ def test_launches_write_some_rows(scheme: str, dtype: torch.dtype, last: Tile) -
 def test_a_product_of_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the pointers of its rows, and the second does not follow by a gap."""
     packed = anybit.quantize_tensor(torch.randn(392, 256), "fp6")
-    prepared = scalar_linear.prepare(packed, None, HALF)
+    prepared = operands.prepare(packed, None, HALF)
     blobs, scale, zero = prepared.layout
     some = Part(Tile(128, late=True), 0, 256), Part(Tile(128, split=2), 256, 135)
     prepared = prepared._replace(shape=(391, 256))

@@ -19,7 +19,8 @@ from anybit.formats.codebook import Codebook
 from anybit.kernels.backend import LayerSpec
 from anybit.kernels.cute import cells, cubin, jit
 from anybit.kernels.cute.cells import CELL, ROWS, VECTORS, Cells, cut, dense, pack
-from anybit.kernels.hopper import backend, build, codebook_linear
+from anybit.kernels.hopper import build, codebook_linear
+from anybit.kernels.hopper.backend import BACKEND as backend
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.codebook_tiles import (
     CodebookKernel,
@@ -121,7 +122,7 @@ def test_a_row_whose_scales_are_zero_is_zero() -> None:
     packed = random_packed(fmt, 16, 256)
     packed.grid["scale"][3] = 0
     packed = packed.to(DEVICE)
-    weight = dense(codebook_linear.prepare(packed, None), HALF)
+    weight = dense(backend.prepare(packed, None), HALF)
     assert not weight[3].any()
     assert error(weight, packed.dequantize().double()) < 4e-4
 
@@ -141,16 +142,16 @@ def test_thousands_of_tokens_meet_a_dense_weight(
     torch.manual_seed(v)
     fmt = codebook(v, m)
     packed = random_packed(fmt, 264, 384).to(DEVICE)  # of the last blocks, a part
-    prepared = codebook_linear.prepare(packed, None)
+    prepared = backend.prepare(packed, None)
     weight = dense(prepared, dtype)
     assert weight.dtype == dtype
     assert error(weight, packed.dequantize().double()) < (4e-4 if dtype == HALF else 4e-3)
     x, bias = (torch.randn(*size).to(DEVICE, dtype) for size in ((75, 384), (264,)))
     want = x.double() @ weight.double().T
-    y = codebook_linear.linear(x, prepared, None)
+    y = backend.linear(x, prepared, None)
     assert error(y, want) < (1e-3 if dtype == HALF else 5e-3)
     monkeypatch.setattr(cells, "CHUNK_BYTES", 1)  # 256 rows at a time
-    y = codebook_linear.linear(x, prepared, bias)
+    y = backend.linear(x, prepared, bias)
     assert error(y, want + bias.double()) < (1e-3 if dtype == HALF else 5e-3)
     with pytest.raises(TypeError, match=r"torch.float32; the hopper backend"):
         backend.linear(x.float(), prepared, bias)
@@ -406,9 +407,8 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         layer = LayerSpec(get_format(spec), activation, (64, k), device)
         return backend.refuse(layer) or ""
 
-    assert "not looked up in a table" in codebook_linear.refuse_format(
-        LayerSpec(get_format("int4"), None, (64, 4096), torch.device("cuda"))
-    )
+    of_numbers = LayerSpec(get_format("int4"), None, (64, 4096), torch.device("cuda"))
+    assert "not looked up in a table" in cells.refuse(of_numbers)
     assert "2^16 centroids does not fit" in refuse("codebook:m=1,v=8,b=16")
     assert "4, 8 or 16 weights here, not of 2" in refuse("codebook:m=1,v=2")
     for taken in ("m=1,v=4,b=4", "m=3,v=16,group=32", "m=1,v=8,group=8", "m=2,v=8,group=24"):

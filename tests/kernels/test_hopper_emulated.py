@@ -18,7 +18,7 @@ from anybit.kernels.backend import Pairs
 from anybit.kernels.between import TORCH
 from anybit.kernels.cute import operands
 from anybit.kernels.cute.operands import decoder_for
-from anybit.kernels.hopper import scalar_linear, tiles
+from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from tests.kernels import many_experts
@@ -279,7 +279,7 @@ def test_experts(scheme: str, tokens: int) -> None:
     starts = torch.tensor([0, 3, 3, 3 + most, 4 + most], dtype=torch.int32)
     emulated = Emulated(scheme, BRAIN, Tile(tokens, ctas=2 if tokens < 64 else 1), grouped=True)
     experts = [packed_weight(scheme, n, k) for _ in range(4)]
-    prepared = list(scalar_linear.prepare_experts(experts, emulated.activation, BRAIN).layout)
+    prepared = list(operands.prepare_experts(experts, emulated.activation, BRAIN).layout)
     x = emulated.tokens(4 + most, k)
     codes, scale, _ = x
     want = torch.cat([
@@ -296,7 +296,7 @@ def test_more_experts_than_a_table_has_spans() -> None:
     n, k = 24, 128
     emulated = Emulated("liquid@int8", BRAIN, Tile(8, ctas=2), grouped=True)
     some = [packed_weight("liquid@int8", n, k) for _ in range(3)]
-    given = scalar_linear.prepare_experts(some, "int8", BRAIN)
+    given = operands.prepare_experts(some, "int8", BRAIN)
     layout = many_experts.layout_of_all(given.layout)
     x = emulated.tokens(many_experts.TOKENS, k)
     codes, scale, _ = x

@@ -10,7 +10,8 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.choice import cycles
 from anybit.kernels.cute import products
 from anybit.kernels.cute.operands import decoder_for, operand_of
-from anybit.kernels.hopper import backend, expert_tiles, scalar_linear
+from anybit.kernels.hopper import expert_tiles, scalar_linear
+from anybit.kernels.hopper.backend import BACKEND as backend
 from anybit.kernels.hopper.chip import H200
 from anybit.kernels.hopper.expert_tiles import choose_experts
 from anybit.kernels.mma import tiles as mma

@@ -279,7 +279,7 @@ def test_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = random_packed(Codebook(m=1, v=4, group=128), 64, 14336)
     prepared = prepare(packed, None)
     bias = torch.zeros(64)
-    y = codebook_linear.linear(torch.zeros(19, 14336, dtype=BRAIN), prepared, bias)
+    y = codebook_linear.multiply(torch.zeros(19, 14336, dtype=BRAIN), prepared, bias)
     codebook_linear.multiply(torch.zeros(1, 14336).half(), prepared, None, launch=(4, 1))
     assert y.shape == (19, 64)
     first, second = seen

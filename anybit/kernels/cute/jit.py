@@ -48,6 +48,8 @@ class Compiled(NamedTuple):
 class KernelSpec(Protocol):
     """Everything that is fixed when a kernel is compiled; its repr tells it from all others."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def architecture(self) -> str:
         """What it is compiled for, such as "sm_90a"."""

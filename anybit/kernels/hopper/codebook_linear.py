@@ -14,19 +14,9 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.kernels import tuned
-from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute import products
-from anybit.kernels.cute.cells import (
-    ROWS,
-    Cells,
-    cut,
-    multiply_decoded,
-    refuse,
-    refuse_dense,
-)
-from anybit.kernels.cute.cells import (
-    prepare as prepare,
-)
+from anybit.kernels.cute.cells import ROWS, Cells, cut, multiply_decoded, refuse_dense
 from anybit.kernels.cute.jit import KernelSpec, missing_kernels
 from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES, aligned
@@ -42,9 +32,7 @@ from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.hopper.tiles import MAX_SHARED
 
 
-def refuse_format(layer: LayerSpec) -> str | None:
-    if reason := refuse(layer):
-        return reason
+def refuse_shape(layer: LayerSpec) -> str | None:
     cells = cut(layer.format)
     if None in plans(cells, layer.shape):
         k = layer.shape[1]
@@ -78,14 +66,8 @@ def plans(cells: Cells, shape: tuple[int, int], chip: Chip = H200) -> list[Plan 
     ]
 
 
-def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
-    assert isinstance(x, Tensor)
-    return multiply(x, prepared, bias)
-
-
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
-    """See `backend.Tunable`."""
+    """See `Backend.candidates`."""
     d = lookup(prepared.format, x.dtype)
     assert isinstance(d, LookupDecoder)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.kernels import tuned
-from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute import products
 from anybit.kernels.cute.decode import Decoder, decoder
 from anybit.kernels.cute.jit import KernelSpec, missing_kernels
@@ -21,9 +21,6 @@ from anybit.kernels.cute.operands import (
     tokens,
     whole,
 )
-from anybit.kernels.cute.operands import prepare as prepare  # these three of this family too
-from anybit.kernels.cute.operands import prepare_experts as prepare_experts
-from anybit.kernels.cute.operands import refuse_format as refuse_format
 from anybit.kernels.cute.pack import ROWS, k_tiles
 from anybit.kernels.cute.products import Launch, on_its_device
 from anybit.kernels.hopper import choices, tiles
@@ -93,16 +90,10 @@ def restore_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.RESTORE, d.operand, "sm_90")
 
 
-def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """x (M, K) in fp16 or bf16 -> (M, N)."""
-    pairs = x.paired if isinstance(x, Activations) else None
-    return multiply(*tokens(x, prepared), prepared, bias, x.dtype, pairs=pairs)
-
-
 def linear_restored(
     x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
 ) -> Tensor | None:
-    """See `backend.Restoring`."""
+    """See `Backend.linear_restored`."""
     (m, k), n, (x, *_) = x.shape, prepared.shape[0], tokens(x, prepared)
     d = decoder_for(prepared.format, x.dtype)
     plain = all(v.dtype == torch.float16 and v.is_contiguous() for v in vectors)
@@ -114,7 +105,7 @@ def linear_restored(
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
-    """See `backend.Tunable`."""
+    """See `Backend.candidates`."""
     given = tokens(x, prepared)
     d, chip = decoder_for(prepared.format, given[0].dtype), chip_of(x.device)
 
@@ -122,11 +113,6 @@ def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], 
         return lambda weight: multiply(*given, weight, None, x.dtype, way)
 
     return {way.name: call(way) for _, way in choices.ways(d, len(x), *prepared.shape, chip)}
-
-
-def linear_experts(x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
-    """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
-    return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
 
 
 @on_its_device

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anybit.core.format import Format
 from anybit.errors import Unsupported
-from anybit.kernels.backend import Activations, LayerSpec, Prepared
+from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute import products
 from anybit.kernels.cute.cells import ROWS, cut, multiply_decoded
 from anybit.kernels.cute.launch import loaded
@@ -24,14 +24,6 @@ def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[CodebookK
     return [kernel] if kernel else []
 
 
-def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """x (M, K) in fp16 or bf16 -> (M, N); there are no quantized activations here."""
-    assert isinstance(x, Tensor)
-    if codebook_tiles.decodes(cut(prepared.format), len(x)):
-        return multiply_decoded(x, prepared, bias)
-    return multiply(aligned(x), prepared, bias)
-
-
 @on_its_device
 def multiply(
     x: Tensor,
@@ -40,10 +32,10 @@ def multiply(
     kernel: CodebookKernel | None = None,
     launch: tuple[int, int] | None = None,
 ) -> Tensor:
-    """One product: x (M, K), contiguous -> (M, N).
+    """One product: x (M, K) -> (M, N).
 
     Args:
-        x: Contiguous.
+        x: With any strides.
         prepared: By `cells.prepare`.
         bias: (N,), or None.
         kernel: Instead of the rule's.
@@ -52,7 +44,11 @@ def multiply(
     m, (n, k) = len(x), prepared.shape
     if not m:
         return torch.empty(0, n, dtype=x.dtype, device=x.device)
-    kernel = kernel or chosen(prepared.format, x.dtype, x.device)
+    if kernel is None:
+        if codebook_tiles.decodes(cut(prepared.format), m):
+            return multiply_decoded(x, prepared, bias)
+        kernel = chosen(prepared.format, x.dtype, x.device)
+    x = aligned(x)
     grid, splits = launch or launch_of(kernel, x.device, (m, n, k))
     tokens = kernel.tile.tokens
     work = -(-m // tokens) * splits * -(-n // ROWS) * ROWS * tokens if splits > 1 else 0

@@ -8,7 +8,7 @@ from torch import Tensor
 from anybit.core.format import Format
 from anybit.errors import Unsupported
 from anybit.kernels import tuned
-from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.backend import Prepared
 from anybit.kernels.cute import products
 from anybit.kernels.cute.decode import K_TILE
 from anybit.kernels.cute.jit import missing_kernels
@@ -20,14 +20,8 @@ from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile, gpu_of
 
 
-def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """x (M, K) in fp16 or bf16 -> (M, N)."""
-    pairs = x.paired if isinstance(x, Activations) else None
-    return multiply(*tokens(x, prepared), prepared, bias, x.dtype, pairs=pairs)
-
-
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
-    """See `backend.Tunable`."""
+    """See `Backend.candidates`."""
     given, gpu = tokens(x, prepared), gpu_of(x.device)
     decoder = decoder_for(prepared.format, given[0].dtype)
 
@@ -37,11 +31,6 @@ def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], 
 
     every = tiles.tried(decoder, gpu, len(x), prepared.shape[0])
     return {tile.name: call(tile) for tile in every}
-
-
-def linear_experts(x: Tensor, starts: Tensor, prepared: Prepared) -> Tensor:
-    """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
-    return multiply(*tokens(x, prepared), prepared, None, x.dtype, starts=starts)
 
 
 @on_its_device

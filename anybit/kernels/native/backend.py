@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from anybit.core.format import Format
 from anybit.core.packed import Packed
-from anybit.kernels import dense, reference
+from anybit.kernels import reference
 from anybit.kernels.backend import Activations, Backend, LayerSpec, Prepared
 from anybit.kernels.native import activations, build, gemm, gemv, memory
 from anybit.kernels.native import table as probing
@@ -30,6 +30,7 @@ from anybit.kernels.native.layout import lay_out, lay_out_bands
 from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand, laid
 from anybit.kernels.native.rows import Signed
 from anybit.kernels.native.steps import Coded, Steps
+from anybit.kernels.registry import get_backend
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,6 @@ def _refuse_format(fmt: Format, k: int) -> str | None:
     return None
 
 
-def decodes(activation: str | None) -> bool:
-    return False
-
-
 def prepare(
     packed: Packed,
     activation: str | None,
@@ -137,7 +134,7 @@ def prepare(
 
 def _other(decoded: bool) -> Backend:
     """What multiplies a weight that is no table."""
-    return dense if decoded else reference
+    return get_backend("dense" if decoded else "reference")
 
 
 def _padded(numbers: Tensor | None, groups: int, banded: bool) -> Tensor:

@@ -50,10 +50,6 @@ def refuse(layer: LayerSpec) -> str | None:
     return None
 
 
-def decodes(activation: str | None) -> bool:
-    return False
-
-
 def prepare(
     packed: Packed,
     activation: str | None,
@@ -82,7 +78,7 @@ def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> 
 
 
 def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
-    """See `backend.Compiled`. Triton makes kernels of their own for 1 and for multiples of 16."""
+    """See `Backend.needs`. Triton makes kernels of their own for 1 and for multiples of 16."""
     from anybit.kernels.triton import gemm
 
     (n, k), dtype = layer.shape, layer.dtype
@@ -102,7 +98,7 @@ def needs(layer: LayerSpec, most: int, experts: bool = False) -> Needs:
 
 
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
-    """See `backend.Tunable`."""
+    """See `Backend.candidates`."""
     from triton.runtime.errors import OutOfResources
 
     layout, dense = layout_of(prepared.format, prepared.activation), prepared.activation is None
