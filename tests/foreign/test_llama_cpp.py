@@ -53,8 +53,19 @@ def test_an_export_runs_in_llama_cpp(tmp_path: Path) -> None:
     agree(file, model, 0.01)
 
 
-def test_an_export_of_k_quants_runs_in_llama_cpp(tmp_path: Path) -> None:
-    file, model = exported({"*": "q4_k", "*_proj": "q6_k", "*.layers.[01].*": None}, tmp_path)
+PLANS: tuple[dict[str, str | None], ...] = (
+    {"*": "q4_k", "*_proj": "q6_k", "*.layers.[01].*": None},
+    {"*": "int4:group=32"},
+    {"*": "int5:group=32"},
+    {"*": "mxfp4"},
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_export_in_few_bits_runs_in_llama_cpp(
+    plan: dict[str, str | None], tmp_path: Path
+) -> None:
+    file, model = exported(plan, tmp_path)
     agree(file, model, 0.03)
 
 

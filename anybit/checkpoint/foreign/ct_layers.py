@@ -91,13 +91,15 @@ def written(
         return f"{fmt.spec} is rotated, which anybit does not write in {TOOL}"
     rows = (fmt.group or shape[1]) == shape[1]
     plain_fp8 = type(fmt) is Minifloat and (fmt.exponent, fmt.mantissa) == (4, 3)
-    if activation is not None and not (plain_fp8 and rows and activation == "fp8"):
+    integers = isinstance(fmt, Integer) and not fmt.zero
+    known = {None, "fp8" if plain_fp8 and rows else None, "int8" if integers else None}
+    if activation not in known:
         return (
-            f"{scheme_name(fmt, activation)} quantizes activations, and only fp8@fp8 does so by "
-            f"the rule of {TOOL}"
+            f"{scheme_name(fmt, activation)} quantizes activations, which engines that read {TOOL} "
+            "do as we do for fp8@fp8, and @int8 of integers without `zero`"
         )
     if isinstance(fmt, Integer):
-        return integer(fmt, shape, stored, name)
+        return integer(fmt, activation, shape, stored, name)
     if isinstance(fmt, NVFP4):
         return nvfp4(fmt, shape, stored)
     if isinstance(fmt, Microscaling):
@@ -110,7 +112,11 @@ def written(
 
 
 def integer(
-    fmt: Integer, shape: tuple[int, int], stored: Mapping[str, Stored], name: str
+    fmt: Integer,
+    activation: str | None,
+    shape: tuple[int, int],
+    stored: Mapping[str, Stored],
+    name: str,
 ) -> Written | str:
     if fmt.bits not in BITS:
         return f"{fmt.spec} is not among the integers of 2 to 8 bits, which {TOOL} has"
@@ -118,6 +124,11 @@ def integer(
         return f"the columns of a group lie apart (act-order), which {TOOL} reads no more"
     n, k = shape
     scale = stored["scale"]
+    strategy = "group" if fmt.group else "channel"
+    weights = settings(fmt, "int", strategy, fmt.group or None, symmetric=not fmt.zero)
+    if activation and fmt.bits == 8 and not fmt.group:  # W8A8, whose codes are not packed
+        sizes = {"weight": n * k, "weight_scale": scale.nbytes}
+        return Written(fmt, shape, "int-quantized", weights, activation, int8_tensors, sizes)
     sizes = {
         "weight_packed": n * -(-k * fmt.bits // 32) * 4,
         "weight_scale": scale.nbytes,
@@ -141,9 +152,12 @@ def integer(
             out["weight_zero_point"] = along_n.T.contiguous()
         return out
 
-    strategy = "group" if fmt.group else "channel"
-    weights = settings(fmt, "int", strategy, fmt.group or None, symmetric=not fmt.zero)
-    return Written(fmt, shape, FORMAT, weights, None, tensors, sizes)
+    return Written(fmt, shape, FORMAT, weights, activation, tensors, sizes)
+
+
+def int8_tensors(packed: Packed) -> dict[str, Tensor]:
+    codes = (packed.codes().to(torch.int16) - 128).to(torch.int8)
+    return {"weight": codes, "weight_scale": packed.grid["scale"]}
 
 
 def nvfp4(fmt: NVFP4, shape: tuple[int, int], stored: Mapping[str, Stored]) -> Written | str:

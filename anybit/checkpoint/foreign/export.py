@@ -3,10 +3,12 @@
 Only what these formats say exactly is written; see `ct_layers.py` and `gguf_export.py`.
 """
 
+import json
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import OF_CACHE, of_attention
-from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, MIXED, TOOL
+from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, FORMAT, MIXED, TOOL
 from anybit.checkpoint.foreign.convert import opened, plan_conversion
 from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
 from anybit.checkpoint.layout import left_out
@@ -40,10 +42,12 @@ from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
-from anybit.nn.tied import untied_config
+from anybit.nn.tied import output_embeddings, tied_heads, untied_config
 
 GGUF = "gguf"
 TARGETS = (TOOL, GGUF)
+EXPERT = re.compile(r"\.experts\.\d+\.")
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one layer in vLLM
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Exported:
         tool: Whose layout it has.
         layers: Number of quantized layers, by their formats there.
         dropped: Tensors that the other layout has no place for, and why.
+        notes: Which engines do not read it, and why.
         bytes_after: Of all tensors of the output.
         seconds: Time that this run took.
     """
@@ -63,6 +68,7 @@ class Exported:
     tool: str
     layers: Mapping[str, int]
     dropped: Mapping[str, str]
+    notes: tuple[str, ...]
     bytes_after: int
     seconds: float
 
@@ -71,6 +77,7 @@ class Exported:
             f"{self.out}: {sum(self.layers.values())} layers as {self.tool} "
             f"({', '.join(self.layers)}), {left_out(self.dropped)}; "
             f"{megabytes(self.bytes_after)} in {self.seconds:.3g} s"
+            + "".join(f"\nnote: {note}" for note in self.notes)
         )
 
 
@@ -114,12 +121,14 @@ def export_checkpoint(
 
         file = export_gguf(checkpoint_of(located(source)), out, overwrite, show_progress)
         layers = Counter(file.kinds.values())
-        return Exported(out, GGUF, layers, file.dropped, file.nbytes, time.monotonic() - started)
+        took = time.monotonic() - started
+        return Exported(out, GGUF, layers, file.dropped, (), file.nbytes, took)
     source = check_paths(source, out, overwrite)
     work = plan_export(source, shard_bytes)
     after, _ = rewrite(work, source, out, overwrite, show_progress, "exporting")
     layers = Counter(layer.name for layer in work.layers.values())
-    return Exported(out, TOOL, layers, work.dropped, after, time.monotonic() - started)
+    notes = notes_of(work.layers, work.linears, work.apart)
+    return Exported(out, TOOL, layers, work.dropped, notes, after, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
@@ -129,23 +138,30 @@ class Export(Rewrite):
     Attributes:
         layers: The quantized layers, by name.
         linears: The model's names of all linear layers, by the checkpoint's.
+        apart: The model's names of heads and embeddings, by the checkpoint's.
+        tied: Heads that get a copy of an embedding's codes -> that embedding.
         dropped: Tensors that are left out, and why.
     """
 
     stored: Mapping[str, Stored]
     layers: Mapping[str, Written]
     linears: Mapping[str, str]
+    apart: Mapping[str, str]
+    tied: Mapping[str, str]
     dropped: Mapping[str, str]
 
     @property
     def new_config(self) -> dict[str, Any]:
-        layers = {self.linears[name]: layer for name, layer in self.layers.items()}
+        names = {**self.linears, **self.apart}
+        layers = {names[name]: layer for name, layer in self.layers.items()}
         kept = tuple(own for name, own in self.linears.items() if name not in self.layers)
-        return {**self.config, "quantization_config": quantization_config(layers, kept)}
+        config = untied_config(self.config) if self.tied else self.config
+        quantization = quantization_config(layers, kept, [*self.apart.values()])
+        return {**config, "quantization_config": quantization}
 
     def parts(self, unit: str) -> list[str]:
-        layer = self.layers.get(unit)
-        return [f"{unit}.{k}" for k in keys_of(layer.format, layer.shape)] if layer else [unit]
+        layer, name = self.layers.get(unit), self.tied.get(unit, unit)
+        return [f"{name}.{k}" for k in keys_of(layer.format, layer.shape)] if layer else [unit]
 
     def outputs(self, units: list[str]) -> dict[str, int]:
         out = {}
@@ -167,7 +183,7 @@ class Export(Rewrite):
             self.copy(unit, shard)
             return
         keys = keys_of(layer.format, layer.shape)
-        tensors = {key: self.stored[f"{unit}.{key}"].read() for key in keys}
+        tensors = dict(zip(keys, (self.stored[n].read() for n in self.parts(unit)), strict=True))
         packed = Packed.from_tensors(layer.format, layer.shape, tensors, unit)
         for key, tensor in layer.tensors(packed).items():
             shard.add(f"{unit}.{key}", tensor)
@@ -183,6 +199,8 @@ class Checkpoint:
         stored: Its tensors by name.
         model: transformers' model, without memory.
         linears: The model's names of its linear layers, by the checkpoint's.
+        apart: The model's names of its output heads and embeddings, by the checkpoint's.
+        tied: Heads without codes of their own -> the embeddings whose codes they share.
         layers: Those that are quantized, and embeddings: format, activation and shape (N, K).
     """
 
@@ -191,6 +209,8 @@ class Checkpoint:
     stored: Mapping[str, Stored]
     model: Any
     linears: Mapping[str, str]
+    apart: Mapping[str, str]
+    tied: Mapping[str, str]
     layers: Mapping[str, tuple[Format, str | None, tuple[int, int]]]
 
 
@@ -206,6 +226,7 @@ def checkpoint_of(source: Path) -> Checkpoint:
     where = places(Names(bare), [*coded, *dense])
     plan, model = stored_plan(quantization, source), split(bare)
     linears, names, shapes, words = {}, {}, {}, embedding_layers(bare)
+    apart, heads = {}, {*output_embeddings(model), *words}
     for own, module in model.named_modules():
         if isinstance(module, nn.Linear) or own in words:
             place = where.get(own, Place(own, own))
@@ -214,6 +235,8 @@ def checkpoint_of(source: Path) -> Checkpoint:
             shapes[place.stored] = n, k
             if own not in words:
                 linears[place.stored] = names[place.stored]
+            if own in heads:
+                apart[own] = place.stored
     layers = {}
     for name in coded:
         matches = patterns_for(names.get(name, name), plan, name not in linears)
@@ -223,7 +246,10 @@ def checkpoint_of(source: Path) -> Checkpoint:
             raise InvalidInput(f"{source}: has codes for {name}, but by config.json {what}")
         layers[name] = (*parse_scheme(scheme), shapes[name])
     config = untied_config(config) if bare.has_own_head else config
-    return Checkpoint(source, config, stored, model, linears, layers)
+    tied = {apart[head]: apart[other] for head, other in tied_heads(model).items() if head in apart}
+    tied = {head: other for head, other in tied.items() if other in layers and head not in layers}
+    own_names = {name: names[name] for name in apart.values()}
+    return Checkpoint(source, config, stored, model, linears, own_names, tied, layers)
 
 
 def plan_export(source: Path, shard_bytes: int) -> Export:
@@ -235,9 +261,7 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     for name, (fmt, activation, shape) in found.layers.items():
         keys = [key for key in keys_of(fmt, shape) if f"{name}.{key}" in stored]
         own = {key: stored[f"{name}.{key}"] for key in keys}
-        layer: Written | str = "its codes are of linear layers, and this is an embedding"
-        if name in found.linears:
-            layer = written(fmt, activation, shape, own, name)
+        layer = written(fmt, activation, shape, own, name)
         if isinstance(layer, Written):
             layers[name] = layer
         else:
@@ -249,13 +273,19 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         for name, layer in layers.items()
         for key in keys_of(layer.format, layer.shape)
     }
+    shards = into_shards(stored, owner, dropped, shard_bytes)
+    for head, words in found.tied.items():
+        layers[head] = layers[words]
+        next(units for units in shards.values() if words in units).append(head)
     return Export(
         stored=stored,
         config=config,
-        shards=into_shards(stored, owner, dropped, shard_bytes),
+        shards=shards,
         manifest=manifest_of(source, stored, shard_bytes, export=TOOL),
         layers=layers,
         linears=found.linears,
+        apart=found.apart,
+        tied=found.tied,
         dropped=dropped,
     )
 
@@ -271,14 +301,36 @@ def check_all(source: Path, reasons: Mapping[str, str], count: int) -> None:
         )
 
 
-def quantization_config(layers: Mapping[str, Written], kept: tuple[str, ...]) -> dict[str, Any]:
-    """Groups name their layers, but the last, of the commonest kind, is for all others."""
-    kinds = {name: (x.name, x.weights, x.activation) for name, x in layers.items()}
-    counts = Counter(kinds.values()).most_common()
+def quantization_config(
+    layers: Mapping[str, Written], kept: tuple[str, ...], apart: Collection[str]
+) -> dict[str, Any]:
+    """The last group, of the commonest kind, is for all linear layers, and the others name theirs.
+
+    Heads and embeddings are named in any case, since engines have classes of their own for them;
+    experts of one kind by a pattern, by which transformers finds their group.
+
+    Args:
+        layers: By the model's names.
+        kept: Linear layers that are not quantized.
+        apart: Heads and embeddings.
+    """
+    kinds = {name: kind_of(layer) for name, layer in layers.items()}
+    counts = Counter(kind for name, kind in kinds.items() if name not in apart).most_common()
+    order = [kind for kind, _ in reversed(counts)]
+    order = [*dict.fromkeys(kind for kind in kinds.values() if kind not in order), *order]
+    experts = [name for name in (*layers, *kept) if EXPERT.search(name)]
+    alike = len({kinds.get(name) for name in experts}) == 1
     groups = {}
-    for i, (kind, _) in enumerate(reversed(counts), 1):
+    for i, kind in enumerate(order, 1):
         names = [name for name, other in kinds.items() if other == kind]
-        targets = names if i < len(counts) else ["Linear"]
+        targets = [target_of(name) for name in names if name in apart]
+        if alike and kinds.get(experts[0]) == kind:
+            targets.append(f"re:.*{EXPERT.pattern}")
+        if i == len(order):
+            targets.append("Linear")
+        else:
+            some = set(names).difference(apart, experts if alike else ())
+            targets += [name for name in names if name in some]
         groups[f"group_{i}"] = {"targets": targets} | layers[names[0]].group
     formats = {layer.name for layer in layers.values()}
     return {
@@ -290,3 +342,56 @@ def quantization_config(layers: Mapping[str, Written], kept: tuple[str, ...]) ->
         "ignore": list(kept),
         "kv_cache_scheme": None,
     }
+
+
+def kind_of(layer: Written | None) -> tuple[str, str, str | None] | None:
+    """What a config group says of a layer."""
+    return (layer.name, layer.weights, layer.activation) if layer else None
+
+
+def target_of(name: str) -> str:
+    """A target for one layer, which engines may hold inside another one than transformers does."""
+    return name if "." in name else rf"re:(.*\.)?{re.escape(name)}$"
+
+
+def notes_of(
+    layers: Mapping[str, Written], linears: Mapping[str, str], apart: Mapping[str, str]
+) -> tuple[str, ...]:
+    """What known engines do not read of an exact export. Names are the checkpoint's."""
+    together: dict[str, set[Any]] = {}
+    for name in linears:
+        together.setdefault(merged(name), set()).add(kind_of(layers.get(name)))
+    mixed = [name for name, kinds in together.items() if len(kinds) > 1]
+    notes = []
+    if mixed:
+        notes.append(
+            f"vLLM reads some layers as one, which have different formats here: {len(mixed)}, the "
+            f"first is {mixed[0]}; quantize those alike for it"
+        )
+    for name in apart:
+        kind = layers.get(name)
+        if kind and name not in linears and (kind.name != FORMAT or not in_words(kind)):
+            notes.append(
+                f"vLLM has no embeddings in {kind.format.spec} (that of {name}), only int2, int4 "
+                "and int8 without `zero`"
+            )
+    experts = {kind.name for name, kind in layers.items() if EXPERT.search(name)}
+    if "nvfp4-pack-quantized" in experts:
+        notes.append(
+            "transformers 5.24 reads other weights from experts in nvfp4; vLLM's are these"
+        )
+    return tuple(notes)
+
+
+def merged(name: str) -> str:
+    """The layer that vLLM makes of this one and others; its own name where it is one there."""
+    if expert := EXPERT.search(name):
+        return f"{name[: expert.start()]}.experts"
+    before, _, last = name.rpartition(".")
+    return next((f"{before}.{'+'.join(parts)}" for parts in MERGED if last in parts), name)
+
+
+def in_words(layer: Written) -> bool:
+    """Whether vLLM's kernel looks up such embeddings: no code lies in two words, none is moved."""
+    settings = json.loads(layer.weights)
+    return bool(settings["symmetric"] and 32 % settings["num_bits"] == 0)
