@@ -258,9 +258,10 @@ def adopted(found: object) -> Backend:
     """An object with names of a `Backend`, such as a module, as one: it may lack the later ones."""
     if isinstance(found, Backend):
         return found
-    own, names = Backend(), [name for name in vars(Backend) if name[0] != "_"]
-    vars(own).update({name: getattr(found, name) for name in names if hasattr(found, name)})
-    return own
+    names = [name for name in vars(Backend) if name[0] != "_" and hasattr(found, name)]
+    own = {name: property(lambda self, name=name: getattr(found, name)) for name in names}
+    backend: Backend = type("Adopted", (Backend,), own)()
+    return backend
 
 
 def octaves(packed: Packed, activation: str | None) -> int:

@@ -29,7 +29,6 @@ class Kernels:
         self.launched: list[tuple] = []
 
     refuse = staticmethod(reference.refuse)
-    decodes = staticmethod(reference.decodes)
     prepare = staticmethod(reference.prepare)
 
     def take(self, kernel: tuple) -> None:
