@@ -87,12 +87,12 @@ class Dialect:
         begins: tuple[str, ...] = ()
         if tools and forces(body):
             structured = self._forced(body, tools)
-        elif tools and structured is not None and not self.harmony:
+        elif structured is not None and (tools or self.harmony):
             assert self.family is not None
             if structured.json is None:
                 raise InvalidInput(
-                    "tools do not go with a regex, a choice or a grammar; give response_format, "
-                    "leave out one of them, or say tool_choice: none"
+                    "tools, and models that write channels (harmony), do not go with a regex, a "
+                    "choice or a grammar; give response_format, or say tool_choice: none"
                 )
             several = body.parallel_tool_calls is not False
             schema = structured.json
@@ -101,11 +101,6 @@ class Dialect:
             )
             begins = self.family.begins(tools)
         if structured is not None:
-            if self.harmony:
-                raise InvalidInput(
-                    "structured output and forced tool calls are not offered for models that "
-                    "write channels (harmony)"
-                )
             think = self._think_tokens()
             if thinking and think is None:
                 raise InvalidInput(

@@ -3,9 +3,8 @@
 import ast
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from anybit.engine.schemas import followed, kind, kinds
 
@@ -96,7 +95,7 @@ def called(text: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
     name, body = name_of(header[0].removesuffix(">")), text[header.end() :]
     functions = (tool["function"] for tool in tools)
     schema = next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
-    types = properties(schema)
+    types, rest = properties(schema), schema.get("additionalProperties", {})
     found: list[tuple[str, int, int]] = []  # of each parameter: its key, and where it stands
     seen: set[str] = set()
     for mark in PARAMETER.finditer(body):
@@ -105,7 +104,7 @@ def called(text: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
         if ended or (before.endswith("\n") and key in types and key not in seen):
             found.append((key, mark.start(), mark.end()))
             seen.add(key)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, str] = {}
     stops = [begin for _, begin, _ in found[1:]] + [len(body)]
     for (key, _, begin), stop in zip(found, stops, strict=False):
         value = body[begin:stop]
@@ -114,8 +113,9 @@ def called(text: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
         while ends and len(ends) > 1 and value.rstrip().endswith(("</parameter>", "</parameter/>")):
             ends.pop()  # the mark is repeated
             value = value[: ends[-1].start()]
-        arguments[key] = typed(value.removeprefix("\n"), types.get(key, {}), schema)
-    return name, json.dumps(arguments, ensure_ascii=False)
+        arguments[key] = typed(value.removeprefix("\n"), types.get(key, rest), schema)
+    parts = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in arguments.items())
+    return name, f"{{{', '.join(parts)}}}"
 
 
 def properties(schema: Any) -> dict[str, Any]:
@@ -127,15 +127,20 @@ def properties(schema: Any) -> dict[str, Any]:
     return out
 
 
-def typed(text: str, schema: Any, root: Any) -> Any:
-    """A value as its schema has it: a JSON value, or where it may be no string, one of Python."""
-    wanted = kinds(schema, root)
-    readers: list[Callable[[str], Any]] = [json.loads]
-    readers += [] if "string" in wanted else [ast.literal_eval]
-    for read in readers:
+def typed(text: str, schema: Any, root: Any) -> str:
+    """A value as JSON, as its schema has it: JSON, or where it may be no string, one of Python."""
+    wanted, text_of = kinds(schema, root), text.strip()
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text_of, parse_constant=unread, parse_int=lambda digits: 0)
+        if kind(value) in wanted - {"string"}:
+            return text_of
+    if "string" not in wanted:
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            value = read(text.strip())
-            json.dumps(value, allow_nan=False)
-            if kind(value) in wanted - {"string"}:
-                return value
-    return text
+            value = ast.literal_eval(text_of)
+            if kind(value) in wanted:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def unread(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from anybit.serve.reading import Collected, Piece, cut
+from anybit.serve.reading import Collected, JsonCall, Piece, cut
 
 
 class Harmony:
@@ -16,6 +16,7 @@ class Harmony:
         self.header = Collected(self.MESSAGE)
         self.kind: Literal["reasoning", "content", "call"] | None = None  # None: in a header
         self.unsure: str | None = None  # arguments that may be null
+        self.json: JsonCall | None = None  # a call's arguments, whose strings may hold marks
         self.said: Literal["", "now", "before"] = ""  # whether content has passed: in this message
 
     @property
@@ -35,7 +36,9 @@ class Harmony:
                     return out
                 out += self._begin(head)
                 self.header = Collected(self.MESSAGE)
+            inside = self._json() if self.kind == "call" else ""
             body, end, self.held = cut(self.held, self.ENDS)
+            body = inside + body
             if last and end is None:
                 body, self.held = body + self.held, ""
             assert self.kind is not None
@@ -48,6 +51,15 @@ class Harmony:
             if end is None:
                 return out
             self.kind, self.said = None, self.said and "before"
+
+    def _json(self) -> str:
+        """Take what is held of a call's object, to its end."""
+        if self.json is None and self.held.lstrip().startswith("{"):
+            self.json = JsonCall("")
+        if self.json is None or self.json.ended:
+            return ""
+        held, self.held = self.held, self.json.feed(self.held)
+        return held.removesuffix(self.held)
 
     def _called(self, body: str, ended: bool, last: bool) -> str:
         """What passes of a call's arguments: none are {}, and so is null."""
@@ -68,6 +80,7 @@ class Harmony:
         tool = head.partition("to=functions.")[2].partition("<|")[0].split()[:1]
         if tool:
             self.kind, self.count, self.unsure = "call", self.count + 1, ""
+            self.json = None
             return [Piece("call", "", self.count - 1, tool[0])]
         self.kind = "reasoning" if channel == ["analysis"] else "content"
         return []

@@ -1,18 +1,21 @@
 """The forms in which families of models write tool calls: how to know, read and force them."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from anybit.engine.schemas import json_rule, kinds
 from anybit.errors import InvalidInput
+from anybit.serve.function_grammar import Functions, Unwritable
 from anybit.serve.functions import called
 from anybit.serve.harmony import Harmony
 from anybit.serve.reading import Calls, Piece, Plain, Reader
 
 Tools = list[dict[str, Any]]
 SEPARATORS = ",;[]"
+Mark = Callable[[str], str]  # from a mark to its notation, which differs for special tokens
 
 
 @dataclass(frozen=True)
@@ -21,47 +24,37 @@ class Family:
 
     signs: any of these in a chat template tells the family. marks: of which some are special
     tokens, that the text must then show. reader: of one text whose model was given these tools.
-    grammar: of texts that are calls, from the rule of a
-    call's JSON object and a function that writes a mark; None if they cannot be forced. bare:
-    whether these begin with the object, without a mark.
+    calls: rules of `calls`, one of these tools' or several. answer: an expression of an object
+    instead, from that of the object. bare: whether calls begin with the object, without a mark.
     """
 
     signs: tuple[str, ...]
     marks: tuple[str, ...]
     reader: Callable[[Tools], Reader]
-    grammar: Callable[[str, Callable[[str], str]], str] | None = None
+    calls: "Callable[[Family, Tools, bool, Mark], str]"
+    answer: Callable[[str, Mark], str] = lambda rule, mark: rule
     bare: bool = False
     arguments: str = "arguments"  # their name in the object
     short_ids: bool = False
 
-    def forced(self, tools: Tools, several: bool, mark: Callable[[str], str]) -> str:
-        """A Lark grammar of texts that call these tools, once or several times.
+    def forced(self, tools: Tools, several: bool, mark: Mark) -> str:
+        """A Lark grammar of texts that call these tools, once or several times."""
+        return f"start: calls\n{self.calls(self, tools, several, mark)}"
 
-        mark: from a mark to its notation, which differs for special tokens.
-        """
-        if self.grammar is None:
-            raise InvalidInput(
-                "tool_choice: calls of this model's form cannot be forced; use auto or none"
-            )
-        options = " | ".join(self.call(tool["function"]) for tool in tools)
-        rules = self.grammar("call" if several else "one", mark)
-        return f"start: calls\n{rules}\nobject: {options}\n"
-
-    def optional(self, tools: Tools, several: bool, mark: Callable[[str], str], schema: Any) -> str:
-        """The same, or an object of the schema instead. Calls that cannot be forced are free."""
-        if self.grammar is not None:
-            rules = self.forced(tools, several, mark)
-        else:
-            inside = " | ".join(map(mark, self.marks))
-            rules = f"start: calls\ncalls: {mark(self.marks[0])} (FREE | {inside})*\n"
-            rules += "FREE: /(?s:.)+/\n"
-        return f"{rules.replace('calls', 'calls | answer', 1)}answer: {json_rule(schema)}\n"
+    def optional(self, tools: Tools, several: bool, mark: Mark, schema: Any) -> str:
+        """The same, or an object of the schema instead."""
+        start = "calls | answer" if tools else "answer"
+        rules = f"start: {start}\n{self.calls(self, tools, several, mark)}"
+        return f"{rules}answer: {self.answer(json_rule(schema), mark)}\n"
 
     def begins(self, tools: Tools) -> tuple[str, ...]:
         """What texts of `optional` begin with when they are calls."""
         if not self.bare:
             return self.marks[:1]
         return tuple("".join(self.opening(tool["function"])) for tool in tools)
+
+    def objects(self, tools: Tools) -> str:
+        return " | ".join(self.call(tool["function"]) for tool in tools)
 
     def call(self, function: dict[str, Any]) -> str:
         """A call's JSON object as a part of a Lark rule.
@@ -70,17 +63,7 @@ class Family:
         there, whatever other tools say. Around it, white space is as in all the templates.
         """
         opening = " ".join(map(json.dumps, self.opening(function)))
-        schema = function.get("parameters")
-        if schema is None:
-            schema = {"additionalProperties": False}
-        found = kinds(schema, schema)
-        if "object" not in found:
-            raise InvalidInput(
-                f"tools: the parameters of {function['name']!r} are of type "
-                f"{' or '.join(sorted(found)) or 'none'!r:.50}; arguments are an object"
-            )
-        schema = schema if found == {"object"} else schema | {"type": "object"}
-        return f'{opening} {json_rule(schema)} "}}"'
+        return f'{opening} {json_rule(parameters(function))} "}}"'
 
     def opening(self, function: dict[str, Any]) -> tuple[str, ...]:
         """A call's JSON object up to its arguments, in words that are JSON's, too.
@@ -89,6 +72,20 @@ class Family:
         """
         name, arguments = json.dumps(function["name"]), f'"{self.arguments}"'
         return "{", '"name"', ":", " ", name, ",", " ", arguments, ":", " "
+
+
+def parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object."""
+    schema = function.get("parameters")
+    if schema is None:
+        schema = {"additionalProperties": False}
+    found = kinds(schema, schema)
+    if "object" not in found:
+        raise InvalidInput(
+            f"tools: the parameters of {function['name']!r} are of type "
+            f"{' or '.join(sorted(found)) or 'none'!r:.50}; arguments are an object"
+        )
+    return schema if found == {"object"} else schema | {"type": "object"}
 
 
 class Either:
@@ -113,17 +110,57 @@ class Either:
         return self.chosen.feed(text, last)
 
 
-def hermes_grammar(rule: str, mark: Callable[[str], str]) -> str:
-    one = f'{mark("<tool_call>")} "\\n" object "\\n" {mark("</tool_call>")}'
-    return f'calls: {rule}\none: {one}\ncall: one ("\\n" one)*'
+def marked(inside: str, several: bool, mark: Mark) -> str:
+    """Rules for calls in `<tool_call>`, from an expression of what stands in one."""
+    rest = ' ("\\n" one)*' if several else ""
+    one = f'{mark("<tool_call>")} "\\n" ({inside}) "\\n" {mark("</tool_call>")}'
+    return f"calls: one{rest}\none: {one}\n"
 
 
-def llama_grammar(rule: str, mark: Callable[[str], str]) -> str:
-    return "calls: object"
+def hermes_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
+    return marked(form.objects(tools), several, mark)
 
 
-def mistral_grammar(rule: str, mark: Callable[[str], str]) -> str:
-    return f'calls: {mark("[TOOL_CALLS]")} "[" {rule} "]"\none: object\ncall: object (", " object)*'
+def coder_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
+    """As functions; as JSON objects, which are read, too, where those cannot say all."""
+    functions, options = Functions(mark), []
+    for tool in tools:
+        function = tool["function"]
+        try:
+            options.append(functions.call(function["name"], parameters(function)))
+        except Unwritable:
+            options.append(form.call(function))
+    return marked(" | ".join(options), several, mark) + functions.rules()
+
+
+def llama_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
+    return f"calls: {form.objects(tools)}\n"
+
+
+def mistral_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
+    rest = ' (", " object)*' if several else ""
+    return f'calls: {mark("[TOOL_CALLS]")} "[" object{rest} "]"\nobject: {form.objects(tools)}\n'
+
+
+def harmony_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
+    """One call: `<|call|>` behind it ends an answer."""
+    end = mark("<|end|>")
+    inside, behind = (end, "") if end.startswith('"') else ("", end)
+    thought = f'{mark("<|channel|>")} "analysis" {mark("<|message|>")} THOUGHT {behind}'
+    text = f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(re.escape, Harmony.ENDS))})(?s:.*)/"
+    rules = f'thought: {thought} {mark("<|start|>")} "assistant"\n'
+    rules += f"THOUGHT: THINKING {inside}\nTHINKING: {text}\n"
+    header = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
+    options = " | ".join(
+        f"{json.dumps(function['name'] + ' ')} {header} {json_rule(parameters(function))}"
+        for function in (tool["function"] for tool in tools)
+    )
+    begin = f'{mark("<|channel|>")} "commentary to=functions."'
+    return f"{rules}calls: thought? {begin} ({options})\n" if tools else rules
+
+
+def harmony_answer(rule: str, mark: Mark) -> str:
+    return f'thought? {mark("<|channel|>")} "final" {mark("<|message|>")} {rule}'
 
 
 def names(tools: Tools) -> frozenset[str]:
@@ -136,16 +173,22 @@ FAMILIES = {
         signs=("<|channel|>",),
         marks=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
         reader=lambda tools: Harmony(),
+        calls=harmony_calls,
+        answer=harmony_answer,
     ),
     "qwen-coder": Family(
         signs=("<function=",),
-        marks=("<tool_call>", "</tool_call>"),
+        marks=(
+            *("<tool_call>", "</tool_call>", "<function=", "</function>"),
+            *("<parameter=", "</parameter>"),
+        ),
         reader=lambda tools: Calls(
             ("<tool_call>",),
             ("</tool_call>", "</function>"),
             tools=names(tools),
             xml=lambda body: called(body, tools),
         ),
+        calls=coder_calls,
     ),
     "hermes": Family(
         signs=("<tool_call>",),
@@ -153,13 +196,13 @@ FAMILIES = {
         reader=lambda tools: Calls(
             ("<tool_call>",), ("</tool_call>",), tools=names(tools), bare=True
         ),
-        grammar=hermes_grammar,
+        calls=hermes_calls,
     ),
     "mistral": Family(
         signs=("[TOOL_CALLS]",),
         marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         reader=lambda tools: Calls(("[TOOL_CALLS]",), named=True, separators=SEPARATORS),
-        grammar=mistral_grammar,
+        calls=mistral_calls,
         short_ids=True,
     ),
     "llama": Family(
@@ -168,7 +211,7 @@ FAMILIES = {
         reader=lambda tools: Calls(
             ("<|python_tag|>",), tools=names(tools), bare=True, separators=SEPARATORS
         ),
-        grammar=llama_grammar,
+        calls=llama_calls,
         bare=True,
         arguments="parameters",
     ),

@@ -129,6 +129,5 @@ def test_tools_are_checked_as_schemas_are() -> None:
     parameters = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     for family in FAMILIES.values():
-        if family.grammar is not None:
-            with pytest.raises(InvalidInput, match="kept exactly"):
-                family.forced(tools, True, json.dumps)
+        with pytest.raises(InvalidInput, match="kept exactly"):
+            family.forced(tools, True, json.dumps)
