@@ -1,459 +1,479 @@
-"""The accuracy study: formats by quantizers on one model, against the same model in bf16.
+"""The accuracy study: formats by quantizers on one model, over the same model unquantized.
 
-Perplexity, KL and agreement on all held-out modules of the standard library or on a folder of
-prose, and how often greedy completions of the modules' functions parse. Calibrated on other modules
-("code"), on the prose of the language reference ("prose"), on both in turns ("mixed"), or on text
-that the model was trained on ("train"). Weights are
-decoded and multiplied in fp32, 8-bit activations are real int8 codes: the figures hold for every
-kernel that computes what the reference defines.
+Half of the scored tokens are English (topics of Python's language reference), half Python (modules
+of its standard library); what calibrates is as mixed, and none of it is scored. Weights are decoded
+and multiplied in fp32 (on a GPU TF32), 8-bit activations are real int8 codes: the figures hold for
+every kernel that computes what the reference defines. What 16-bit products cost is the row "bf16".
 
-    python benchmarks/study.py build/study-105m --jobs 2 --seconds 280 --out h200_accuracy.csv
-    python benchmarks/study.py models/pico --jobs 2 --tokens 20000 --cases core --out pico.csv
-    python benchmarks/study.py SmolLM2-135M-Instruct --cases published --text book/src \
-        --tokens 60000 --steps 150 --out h200_published.csv
+    python benchmarks/study.py MODEL.gguf --out benchmarks/results/study_qwen2.5-coder-1.5b.csv
+    python benchmarks/study.py MODEL.gguf --seconds 275 --keep build/study --out rows.csv
+    python benchmarks/study.py MODEL --only int8/rtn int4:group=64,zero/gptq --out rows.csv
 
-The model's folder may hold `tuning.pt`, token ids (windows, length) of its training text, on which
-PV-tuning works, too. The cases are measured in order of importance, and rows written as they
-finish; no row is begun when the time is up, and those that are left are named at the end.
+MODEL is a folder or a GGUF file, whose weights are the reference as bf16 holds them. The rows of
+`CASES` are measured in that order, and written as they finish. A row that the file has is not
+measured again, so that a run goes on where another was cut off. `tasks.py` takes what --keep saves.
 """
 
 import argparse
 import copy
-import dataclasses
+import csv
 import datetime
+import gc
+import json
+import math
 import multiprocessing
+import os
 import platform
-import queue
-import re
-import sys
+import subprocess
+import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import transformers
+from csv_rows import add_rows
+from torch import Tensor, nn
+from transformers import AutoTokenizer, DynamicCache
+
+import anybit
+from anybit import Calibration, QuantLinear
+from anybit.checkpoint.foreign.ready import ready
+from anybit.checkpoint.save_load import load_dense
+from anybit.evaluate.corpus import calibration_text, held_out_text, prose
+from anybit.evaluate.perplexity import (
+    COLUMNS,
+    Remembered,
+    Tokens,
+    mean_and_error,
+    measure,
+)
+from anybit.kernels import between
+from anybit.kernels.kv.cache import LayerCache, rms_of_heads, token_bytes
+from anybit.kernels.kv.format import KvFormat
+from anybit.kernels.kv.formats import KV_FORMATS
+from anybit.kernels.registry import BACKENDS
+from anybit.planning.allocate import plan_formats
+from anybit.quantizers.calibration.block_runner import cache_argument
+from anybit.quantizers.calibration.chat import before_text
+from anybit.quantizers.registry import CALIBRATED, DATA_FREE
+
+# A format and its methods: those of `anybit quantize`; dense: products in bf16; kv: a format of KV
+# caches. `plan:4.5` is a format for each layer, for so many bits on average.
+CASES = """
+bf16 dense
+int8 rtn
+fp:e2m3 rtn
+int4:group=64,zero rtn
+trellis:bits=4,rotate=kn gptq
+int4:group=64,zero gptq
+int3:group=64,zero gptq
+trellis:code=look,rotate=kn gptq
+fp:e2m3 gptq
+liquid@int8 smooth+gptq
+int4:group=64,zero hqq
+int4:group=128 rtn
+fp6 rtn
+liquid@int8 rtn
+int8 kv
+k8v4 kv
+int4 kv
+int3:group=64,zero rtn
+trellis:bits=3,rotate=kn gptq
+int4:group=128 gptq
+int8@int8 rtn
+liquid@int8 gptq
+nvfp4 gptq
+trellis:rotate=kn gptq
+int4:group=64,zero gptq+gradients
+plan:4.5 gptq
+mxfp4 gptq
+trellis:code=look@int8 gptq
+trellis:bits=3,code=look,rotate=kn gptq
+trellis:rotate=kn gptq+gradients
+trellis:bits=3,rotate=kn gptq+gradients
+trellis:bits=4,rotate=kn gptq+gradients
+int8@int8 smooth+gptq
+nvfp4 rtn
+mxfp4 rtn
+int4:group=128 hqq
+int3:group=64,zero hqq
+int4:group=32 rtn
+int4:group=32 gptq
+int5:group=64 rtn
+int6 rtn
+nf4 rtn
+fp8 rtn
+int4 rtn
+int2:group=32,zero rtn
+int2:group=32,zero gptq
+"""
+KEPT = (  # by --keep, for tasks
+    ("int8", "rtn"),
+    ("fp:e2m3", "rtn"),
+    ("int4:group=64,zero", "gptq"),
+    ("trellis:bits=4,rotate=kn", "gptq"),
+    ("int3:group=64,zero", "gptq"),
+    ("trellis:code=look,rotate=kn", "gptq"),
+)
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from csv_rows import add_rows  # noqa: E402
-from study_cases import FOLDED, KINDS, cases  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-import anybit  # noqa: E402
-from anybit import GPTQ, HQQ, RTN, Additive, Calibration, Clip, QuantLinear, Smooth  # noqa: E402
-from anybit.core.packed import Packed  # noqa: E402
-from anybit.core.scheme import parse_scheme, scheme_name  # noqa: E402
-from anybit.evaluate.corpus import calibration_text, held_out_text, module_path  # noqa: E402
-from anybit.evaluate.generation import function_prompts, parse_rate  # noqa: E402
-from anybit.evaluate.perplexity import Remembered, excerpts, score  # noqa: E402
-from anybit.kernels.between import seen_by  # noqa: E402
-from anybit.kernels.registry import BACKENDS  # noqa: E402
-from anybit.planning.allocate import plan_formats  # noqa: E402
-from anybit.quantizers.calibration.chat import before_text  # noqa: E402
-
-WINDOW, STRIDE = 1024, 768
-SAMPLES = 128  # calibration windows, unless told
-PROMPTS, COMPLETION = 128, 96  # functions to complete, and tokens of each completion
-LONG = 60  # seconds that a case of calibrated codebooks wants before the time is up
-PATIENCE = 600  # seconds after which rows begun before the deadline are given up
+GRACE = 5  # seconds after the deadline in which processes end
 
 
-@dataclass
-class Row:
-    """One measurement. Losses are in nats per token against bf16; errors are standard errors.
+class Settings(NamedTuple):
+    """What each process is given. deadline: of `time.time()`."""
 
-    bits: stored bits a weight. parse_rate: part of the greedy completions that parse. seconds:
-    that quantizing took, beside other processes on the same device.
-    """
-
-    model: str
-    spec: str
-    method: str
-    text: str
+    folder: Path
+    name: str
+    device: str
+    jobs: int
+    deadline: float
+    windows: int
+    window: int
     samples: int
-    bits: float
-    tokens: int
-    perplexity: float
-    perplexity_error: float
-    loss: float
-    loss_error: float
-    kl: float
-    agreement: float
-    parse_rate: float | None
-    seconds: float
-
-
-class Work:
-    """What a process needs for its rows: the model, the text, the dense model's logits."""
-
-    def __init__(
-        self,
-        folder: Path,
-        device: str,
-        tokens: int | None,
-        prompts: int,
-        steps: int,
-        samples: int,
-        text: Path | None,
-    ):
-        self.texts: dict[str, Tensor] = {}
-        self.tuned_on = "mixed" if text else "code"
-        for name in ("hopper", "mma", "triton", "native", "cpu"):
-            # What is left is the definition, in calibration too.
-            BACKENDS.pop(name, None)
-        torch.set_num_threads(1)  # processes share the cores
-        self.folder, self.device, self.steps, self.samples = folder, device, steps, samples
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.dense = Remembered(model.to(device).eval(), 12 << 30)
-        self.plans: dict[str, dict[str, str | None]] = {}
-        self.window = min(WINDOW, self.dense.model.config.max_position_embeddings)
-        scored = prose(text) if text else [module for _, module in held_out_text()]
-        self.begin = before_text(self.tokenizer)
-        documents = [torch.tensor(self.tokenizer(t, verbose=False).input_ids) for t in scored]
-        self.documents = [ids.to(device) for ids in excerpts(documents, tokens, self.begin)]
-        self.prompts = function_prompts(held_out_text(), prompts)
-
-    def fresh(self) -> Any:
-        """A copy of the dense model, in fp32."""
-        return copy.deepcopy(self.dense.model)
-
-    def text(self, kind: str) -> Tensor:
-        """Token ids to calibrate with."""
-        if kind not in self.texts:
-            self.texts[kind] = self.tokenized(kind)
-        return self.texts[kind]
-
-    def tokenized(self, kind: str) -> Tensor:
-        if kind == "train":
-            return self.tuning_windows().flatten()
-        if kind == "mixed":
-            halves = [self.text(half).split(self.window) for half in ("prose", "code")]
-            return torch.cat([ids for pair in zip(*halves, strict=False) for ids in pair])
-        if kind == "prose":
-            path = module_path("pydoc_data.topics")
-            paths = [path] if path.is_file() else sorted((ROOT / "docs").glob("*.md"))
-            texts = [path.read_text("utf-8") for path in paths]
-        else:
-            texts = [text for _, text in calibration_text()]
-        return torch.cat([torch.tensor(self.tokenizer(t, verbose=False).input_ids) for t in texts])
-
-    def calibration(self, kind: str, samples: int) -> Calibration:
-        """`samples` windows, which begin every few tokens where the text is short of that."""
-        ids = self.text(kind)
-        starts = torch.linspace(0, len(ids) - self.window, samples).long().tolist()
-        return Calibration(torch.stack([ids[at : at + self.window] for at in starts]))
-
-    def tuning_windows(self) -> Tensor:
-        """Text that the model was trained on (windows, length), or what else there is."""
-        path = self.folder / "tuning.pt"
-        if path.is_file():
-            return torch.load(path)[:, : self.window]
-        ids = self.calibration(self.tuned_on, 4 * self.samples).source
-        assert isinstance(ids, Tensor)
-        return ids
-
-    def quantizer(self, name: str, text: Calibration) -> Any:
-        return {
-            "rtn": RTN,
-            "clip": Clip,
-            "hqq": HQQ,
-            "gptq": lambda: GPTQ(text),
-            "follow": lambda: GPTQ(text, follow=True),
-            "gptq-gradients": lambda: GPTQ(text, gradients=True),
-            "additive-gradients": lambda: Additive(text, gradients=True),
-            "smooth": lambda: Smooth(text, then=Clip()),
-            "smooth+gptq": lambda: Smooth(text, then=GPTQ()),
-            "additive": lambda: Additive(text),
-        }[name]()
-
-    def scheme(self, spec: str) -> str | dict[str, str | None]:
-        """What `quantize_` takes; a plan is made once, from the sensitivity of clipped layers."""
-        if spec.startswith(FOLDED):
-            fmt, activation = parse_scheme(spec.removeprefix(FOLDED))
-            rotated = dataclasses.replace(fmt, rotate="k")
-            schemes = [scheme_name(f, activation) for f in (fmt, rotated)]
-            return {"*": schemes[0], "*.down_proj": schemes[1]}
-        name, _, bits = spec.partition("plan:")
-        if name:
-            return spec
-        if spec not in self.plans:
-            text = self.calibration(self.tuned_on, self.samples // 4)
-            plan = plan_formats(self.fresh(), text, bits=float(bits), show_progress=False)
-            print(plan.table(), flush=True)
-            self.plans[spec] = plan.plan
-        return self.plans[spec]
-
-    def quantize(self, spec: str, method: str) -> nn.Module:
-        """A quantized copy of the model, without the tuning that the method may end in."""
-        name, kind, samples = parse(method, self.samples)
-        torch.manual_seed(0)
-        # Tuned by gradients in TF32; statistics of the others are exact.
-        torch.set_float32_matmul_precision("high" if "additive" in name else "highest")
-        model, text = self.fresh(), self.calibration(kind, samples)
-        if spec.startswith(FOLDED):
-            anybit.rotate_(model)
-        scheme = self.scheme(spec)
-        anybit.quantize_(model, scheme, self.quantizer(name, text), show_progress=False)
-        return model
-
-    def case(self, spec: str, methods: list[str], save: Callable[[Row], None]) -> None:
-        """Measure a spec by several methods; "a+pv" goes on from what "a" has made."""
-        made, model, seconds = "", self.fresh(), 0.0
-        for method in methods:
-            start = time.perf_counter()
-            first = method.replace("+pv", "").replace("+tune", "")
-            if first == made:
-                start -= seconds
-            elif spec != "bf16":
-                model, made = self.quantize(spec, first), first
-            if first != method:
-                torch.manual_seed(0)
-                torch.set_float32_matmul_precision("high")
-                self.tune(model, share=0.002 if "+pv" in method else 0.0)
-                made = method
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            save(self.measure(spec, method, model, seconds))
-
-    def measure(self, spec: str, method: str, quantized: nn.Module, seconds: float) -> Row:
-        name, kind, samples = parse(method, self.samples)
-        model: Any = copy.deepcopy(quantized)
-        bits = decode(model) if spec != "bf16" else 16.0
-        # TF32 for weights alone; int8 products are exact in fp32.
-        torch.set_float32_matmul_precision("highest" if "@" in spec else "high")
-        batch = 16 if self.device == "cuda" else 1
-        window, stride = self.window, self.window * STRIDE // WINDOW
-        got = score(
-            model,
-            self.documents,
-            window=window,
-            stride=stride,
-            begin=self.begin,
-            dense=self.dense,
-            batch=batch,
-        )
-        batch = 128 if self.device == "cuda" else 4
-        torch.cuda.empty_cache()
-        rate = None
-        if self.prompts:
-            rate = parse_rate(model, self.tokenizer, self.prompts, tokens=COMPLETION, batch=batch)
-        return Row(
-            model=self.folder.name,
-            spec=spec,
-            method=name,
-            text=kind if calibrated(name) else "",
-            samples=samples if calibrated(name) else 0,
-            bits=round(bits, 3),
-            tokens=got.tokens,
-            perplexity=round(got.perplexity, 4),
-            perplexity_error=round(got.perplexity_error, 4),
-            loss=round(got.loss or 0.0, 6),
-            loss_error=round(got.loss_error or 0.0, 6),
-            kl=round(got.kl or 0.0, 7),
-            agreement=round(got.agreement or 0.0, 5),
-            parse_rate=None if rate is None else round(rate, 4),
-            seconds=round(seconds, 1),
-        )
-
-    def tune(self, model: nn.Module, share: float) -> None:
-        anybit.pv_tune(
-            model,
-            self.dense.model,
-            Calibration(self.tuning_windows()),
-            steps=self.steps,
-            batch=8,
-            share=share,
-            show_progress=False,
-        )
-
-
-def prose(folder: Path) -> list[str]:
-    """Paragraphs of Markdown files of over 80 characters, without code; a text for each chapter.
-
-    Files are of one chapter if their names are equal up to the first hyphen (ch01-02-more.md).
-    """
-    chapters: dict[str, list[str]] = {}
-    for path in sorted(folder.glob("*-*.md")):
-        text = re.sub(r"```.*?```|<!--.*?-->", "", path.read_text("utf-8"), flags=re.S)
-        paragraphs = [" ".join(p.split()) for p in text.split("\n\n")]
-        kept = [p for p in paragraphs if len(p) > 80 and p[0] not in "<[{#"]
-        chapters.setdefault(path.name.split("-")[0], []).extend(kept)
-    return ["\n\n".join(paragraphs) for paragraphs in chapters.values()]
-
-
-class Int8Input(nn.Linear):
-    """A linear layer that quantizes its input to int8 per token, as the reference does."""
-
-    packed: Packed
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(seen_by(self.packed, x, "int8"))
-
-
-def decode(model: nn.Module) -> float:
-    """Put decoded weights in place of quantized ones; bits a weight of what was there."""
-    total = weights = 0
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, QuantLinear):
-            n, k = layer.packed.shape
-            total, weights = total + layer.packed.nbytes() * 8, weights + n * k
-            new = (Int8Input if layer.activation else nn.Linear)(k, n, bias=False, device="meta")
-            new.weight = nn.Parameter(layer.dequantize(), requires_grad=False)
-            new.bias, new.packed = layer.bias, layer.packed
-            model.set_submodule(name, new)
-    return total / weights
-
-
-def parse(method: str, default: int) -> tuple[str, str, int]:
-    """`"gptq/prose:64"` -> quantizer, kind of text, samples."""
-    rest, _, samples = method.partition(":")
-    name, _, kind = rest.partition("/")
-    return name, kind or "code", int(samples or default)
-
-
-def calibrated(name: str) -> bool:
-    return name not in ("dense", "rtn", "clip", "hqq")
-
-
-Message = Row | tuple[str, str] | None  # a row, what failed and why, or the end of a process
-
-
-def work(
-    todo: "multiprocessing.Queue[tuple[str, str]]",
-    done: "multiprocessing.Queue[Message]",
-    deadline: float,
-    settings: tuple[Any, ...],
-) -> None:
-    """Measure cases until there are none, or until `deadline` (of `time.time()`)."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    own = Work(*settings)
-    while time.time() < deadline:
-        try:
-            spec, methods = todo.get(timeout=1)
-        except queue.Empty:
-            break
-        if "codebook" in spec and "additive" in methods and time.time() + LONG > deadline:
-            done.put((f"{spec} {methods}", "no time for so long a case"))
-            continue
-        try:
-            own.case(spec, methods.split(","), done.put)
-        except Exception:
-            done.put((f"{spec} {methods}", traceback.format_exc()[-1500:]))
-            if own.device == "cuda":
-                torch.cuda.synchronize()  # an error that stays ends this process
-    done.put(None)
+    length: int
+    keep: Path | None
 
 
 def main() -> None:
+    began, args = time.time(), arguments()
+    folder = ready(args.model)
+    deadline = began + (args.seconds or math.inf)
+    settings = Settings(
+        folder, args.model.stem if args.model.is_file() else args.model.name, args.device,
+        args.jobs, deadline, args.windows, args.window, args.samples, args.length, args.keep,
+    )  # fmt: skip
+    about = facts(args.device) | {"commit": commit()}
+
+    def save(row: dict[str, Any]) -> None:
+        add_rows(args.out, [row | about])
+        print(f"{time.time() - began:5.0f} s", *row.values(), flush=True)
+
+    only = [tuple(pair.split("/", 1)) for pair in args.only or ()]
+    todo = [case for case in only or cases() if case not in measured(args.out)]
+    left = run(todo, settings, save)
+    print(f"{time.time() - began:5.0f} s, left out: {left}", flush=True)
+    if any(" failed: " in one for one in left):
+        raise SystemExit("some rows failed")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", type=Path, nargs="+", help="folders, measured one after another")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
-    parser.add_argument("--tokens", type=int, help="tokens to score, of the modules' middle (all)")
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"functions ({PROMPTS})")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"windows ({SAMPLES})")
-    parser.add_argument("--steps", type=int, default=600, help="of PV-tuning (600)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this time")
-    parser.add_argument("--text", type=Path, help="to score: a folder of Markdown (the modules)")
-    parser.add_argument("--cases", choices=KINDS, default="all")
-    parser.add_argument(
-        "--part", default="1/1", help="1/2: every second case, from the first (1/1)"
-    )
+    gpu = torch.cuda.is_available()
+    parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the .csv file to add rows to")
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--only", nargs="+", metavar="FORMAT/METHOD", help="instead of all cases")
+    parser.add_argument("--seconds", type=float, help="end after so many (with all cases)")
+    parser.add_argument("--jobs", type=int, help="processes (2 on a GPU, 1 on a CPU)")
+    parser.add_argument("--windows", type=int, help="to score, half English (26, on a CPU 12)")
+    parser.add_argument("--window", type=int, help="tokens of one (4096, on a CPU 256)")
+    parser.add_argument("--samples", type=int, help="calibration windows (128, on a CPU 16)")
+    parser.add_argument("--length", type=int, help="tokens of one (1024, on a CPU 512)")
+    parser.add_argument("--keep", type=Path, help="a folder for the models that `tasks.py` takes")
     args = parser.parse_args()
-    if missing := [str(f) for f in args.models if not (f / "config.json").is_file()]:
-        parser.error(f"no config.json in {missing}; name folders of models")
-    began = time.perf_counter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    about = facts(device)
+    if args.device == "cpu":
+        usual = {"jobs": 1, "windows": 12, "window": 256, "samples": 16, "length": 512}
+    else:
+        usual = {"jobs": 2, "windows": 26, "window": 4096, "samples": 128, "length": 1024}
+    for name, value in usual.items():
+        setattr(args, name, getattr(args, name) or value)
+    return args
 
-    def save(row: Row) -> None:
-        add_rows(args.out, [asdict(row) | about])
-        print(f"{time.perf_counter() - began:5.0f} s", *asdict(row).values(), flush=True)
 
-    well = True
-    for folder in args.models:
-        settings = (folder, device, args.tokens, args.prompts, args.steps, args.samples, args.text)
-        left = args.seconds - (time.perf_counter() - began)
-        number, parts = map(int, args.part.split("/"))
-        todo = cases(args.cases)
-        own = todo[number - 1 :: parts]
-        well &= run(own, args.jobs, time.time() + left, settings, save)
-    if not well:
-        raise SystemExit("some cases have no rows")
+def cases() -> list[tuple[str, ...]]:
+    """(spec, method) of all rows, in the order in which they are measured."""
+    lines = (line.split() for line in CASES.split("\n") if line)
+    return [(spec, method) for spec, *methods in lines for method in methods]
+
+
+def measured(out: Path) -> set[tuple[str, ...]]:
+    """(spec, method) of the rows that a file has."""
+    if not out.exists():
+        return set()
+    with out.open(newline="") as file:
+        return {(row["spec"], row["method"]) for row in csv.DictReader(file)}
 
 
 def facts(device: str) -> dict[str, str]:
     """What every row says."""
     return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "gpu": torch.cuda.get_device_name() if device.startswith("cuda") else "CPU",
         "date": str(datetime.datetime.now(datetime.UTC).date()),
         "versions": f"anybit {anybit.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}",
     }
 
 
+def commit() -> str:
+    """Of the code; "" where that is no clone."""
+    told = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return told.stdout.strip()
+
+
+# Processes.
+
+
 def run(
-    todo: list[tuple[str, str]],
-    jobs: int,
-    deadline: float,
-    settings: tuple[Any, ...],
-    save: Callable[[Row], None],
-) -> bool:
-    """Measure the cases in order, in several processes; after the deadline, begin no more.
+    todo: list[tuple[str, ...]], settings: Settings, save: Callable[[dict[str, Any]], None]
+) -> list[str]:
+    """Measure the cases in order, in several processes, until the deadline.
+
+    A case is begun only if there is time for it, as far as a like one has shown.
 
     Returns:
-        Whether all that began ended well.
+        The cases without a row, and why they failed if they did.
     """
-    context = multiprocessing.get_context("spawn")
-    waiting: multiprocessing.Queue[tuple[str, str]] = context.Queue()
-    done: multiprocessing.Queue[Message] = context.Queue()
-    for case in todo:
-        waiting.put(case)
-    processes = [
-        context.Process(target=work, args=(waiting, done, deadline, settings)) for _ in range(jobs)
-    ]
-    for process in processes:
-        process.start()
-    failed, running = [], jobs
-    while running and time.time() < deadline + PATIENCE:
-        try:
-            message = done.get(timeout=10)
-        except queue.Empty:
-            if not any(process.is_alive() for process in processes):
-                break
-            continue
-        if isinstance(message, Row):
-            save(message)
-        elif message is None:
-            running -= 1
-        else:
-            failed.append(message[0])
-            print(*message, flush=True)
-    left = []
+    spawn = multiprocessing.get_context("spawn")
+    free = [ProcessPoolExecutor(1, spawn, begin, (settings,)) for _ in range(settings.jobs)]
+    pools, failed, left = list(free), list[str](), list(todo)
+    running: dict[Future[dict[str, Any]], tuple[tuple[str, ...], ProcessPoolExecutor]] = {}
+    took: dict[object, float] = {}
+
+    def in_time(case: tuple[str, ...]) -> bool:
+        return time.time() + took.get(kind(*case), 0) < settings.deadline
+
     while True:
-        try:
-            left.append(waiting.get(timeout=0.2))
-        except queue.Empty:
+        while free and (case := next(filter(in_time, left), None)):
+            left.remove(case)
+            pool = free.pop()
+            running[pool.submit(row_of, *case)] = case, pool
+        end = settings.deadline + GRACE - time.time()
+        done, _ = wait(running, end if end < math.inf else None, FIRST_COMPLETED)
+        if not done:
             break
-    for process in processes:
-        process.join(timeout=5)
-        if process.is_alive():  # it hangs, or has a row begun before the deadline
-            process.kill()
-            process.join()
-    codes = [process.exitcode for process in processes]
-    print(f"processes ended with {codes}; left out: {failed}; not begun: {left}", flush=True)
-    return not failed and not any(codes) and (not left or time.time() >= deadline)
+        for future in done:
+            case, pool = running.pop(future)
+            try:
+                row = future.result()
+                took[kind(*case)] = row.pop("took")
+                save(row)
+            except BrokenProcessPool:
+                cut = time.time() > settings.deadline - 1
+                failed.append(
+                    " ".join((*case, "was cut off" if cut else "failed: its process died"))
+                )
+                continue
+            except Exception as error:
+                failed.append(f"{' '.join(case)} failed: {error!r:.500}")
+                print(failed[-1], flush=True)
+            free.append(pool)
+    for pool in pools:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return failed + [" ".join(case) for case in left]
+
+
+def kind(spec: str, method: str) -> object:
+    """What tells how long a case takes."""
+    return method in CALIBRATED, "trellis" in spec, "gradients" in method, "plan" in spec
+
+
+WORK: "Work"
+
+
+def begin(settings: Settings) -> None:
+    """In a process of its own: all that its cases share."""
+    global WORK
+    if settings.deadline < math.inf:
+        end = threading.Timer(settings.deadline - time.time(), os._exit, (1,))
+        end.daemon = True
+        end.start()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("hopper", "mma", "triton", "native", "cpu"):
+        BACKENDS.pop(name, None)  # what is left is the definition, in calibration too
+    WORK = Work(settings)
+
+
+def row_of(spec: str, method: str) -> dict[str, Any]:
+    began = time.perf_counter()
+    row = WORK.row(spec, method)
+    gc.collect()
+    if WORK.settings.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return row | {"took": time.perf_counter() - began}
+
+
+# Models.
+
+
+class Work:
+    """What the cases of a process share: the model, what is scored, and what the model says."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.tokenizer = AutoTokenizer.from_pretrained(settings.folder)
+        self.model = dense_model(settings.folder, settings.device)
+        most = self.model.config.max_position_embeddings
+        self.window, self.length = min(settings.window, most), min(settings.length, most)
+        self.scored = [
+            ids.to(settings.device)
+            for texts in (prose(held_out=True), [text for _, text in held_out_text()])
+            for ids in self.spaced(texts, settings.windows // 2, self.window)
+        ]
+        # fp16 keeps logits to 0.01, which is a KL of 0.00001, in half the memory.
+        cuda = settings.device.startswith("cuda")
+        room = torch.cuda.mem_get_info()[1] * 0.6 / settings.jobs if cuda else 2 << 30
+        dtype, dense = torch.half if cuda else torch.float32, running(self.fresh())
+        self.dense = Remembered(lambda ids: dense(ids).logits.to(dtype), int(room))
+
+    def spaced(self, texts: Sequence[str], count: int, length: int) -> list[Tensor]:
+        """Windows of so many tokens, evenly spaced over texts, each beginning as a text does."""
+        ids = torch.cat([torch.tensor(self.tokenizer(t, verbose=False).input_ids) for t in texts])
+        starts = torch.linspace(0, len(ids) - length, count).long().tolist()
+        out, begins = [ids[at : at + length] for at in starts], before_text(self.tokenizer)
+        for window in out:
+            window[: len(begins)] = torch.tensor(begins, dtype=window.dtype)
+        return out
+
+    def calibration(self, samples: int) -> Calibration:
+        halves = [prose(held_out=False), [text for _, text in calibration_text()]]
+        windows = [w for t in halves for w in self.spaced(t, samples // 2, self.length)]
+        return Calibration(torch.stack(windows), samples=samples, length=self.length)
+
+    def fresh(self) -> Any:
+        """A copy of the model that shares its matrices."""
+        shared = {id(p): p for p in self.model.parameters() if p.ndim > 1}
+        return copy.deepcopy(self.model, shared)
+
+    def row(self, spec: str, method: str) -> dict[str, Any]:
+        """Quantize a copy of the model, and score it."""
+        start = time.perf_counter()
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("highest")
+        if method == "kv":
+            model, bits, nbytes = self.cached(spec)
+        else:
+            model, bits, nbytes = self.quantized(spec, method)
+        if self.settings.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        torch.set_float32_matmul_precision("high")
+        batch = max(1, (8192 if self.settings.device.startswith("cuda") else 1536) // self.window)
+        found = measure(model, self.scored, window=self.window, batch=batch, dense=self.dense)
+        data = method in CALIBRATED
+        return {
+            "model": self.settings.name, "spec": spec, "method": method,
+            "text": "mixed" if data else "", "samples": self.settings.samples if data else 0,
+            "length": self.length if data else 0, "bits": f"{bits:.3f}",
+            "gb": f"{nbytes / 1e9:.3f}", **scores(found), "seconds": f"{seconds:.1f}",
+            "windows": f"{len(self.scored)} of {self.window}",
+        }  # fmt: skip
+
+    def quantized(self, spec: str, method: str) -> tuple[nn.Module, float, float]:
+        """The model, stored bits a weight of its quantized layers, and bytes of the whole model."""
+        model = self.fresh()
+        if method == "dense":
+            return running(model, torch.bfloat16), 16.0, sum(p.nbytes for p in model.parameters())
+        make = CALIBRATED.get(method)
+        quantizer = make(self.calibration(self.settings.samples)) if make else DATA_FREE[method]()
+        scheme: Any = spec
+        if spec.startswith("plan:"):
+            data, bits = self.calibration(self.settings.samples // 4), float(spec[5:])
+            scheme = plan_formats(self.fresh(), data, bits, show_progress=False).plan
+        anybit.quantize_(model, scheme, quantizer, show_progress=False)
+        if self.settings.keep and (spec, method) in KEPT:
+            name = f"{spec}-{method}".translate(str.maketrans(":,=", "---"))
+            anybit.save(model, self.settings.keep / name)
+        layers = [layer.packed for layer in model.modules() if isinstance(layer, QuantLinear)]
+        nbytes = sum(packed.nbytes() for packed in layers)
+        bits = 8 * nbytes / sum(packed.shape[0] * packed.shape[1] for packed in layers)
+        return running(model), bits, nbytes + sum(p.nbytes for p in model.parameters())
+
+    def cached(self, name: str) -> tuple[Any, float, float]:
+        """The model as it is with a KV cache, and bits a number of that, scales included."""
+        model = self.fresh()
+        dim, nbytes = model.config.head_dim, sum(p.nbytes for p in model.parameters())
+        formats = list[KvFormat]()
+        for layer in model.model.layers:
+            bias = layer.self_attn.k_proj.bias
+            largest = 0.0 if bias is None else rms_of_heads(bias, dim)
+            formats.append(KV_FORMATS[name].with_bias(largest, torch.bfloat16))
+        bits = sum(4 * token_bytes(dim, format) / dim for format in formats) / len(formats)
+        argument, model = cache_argument(model), running(model)
+        return lambda ids: model(ids, **{argument: Through(formats)}), bits, nbytes
+
+
+def dense_model(folder: Path, device: str) -> Any:
+    """A model in bf16, decoded if it is quantized."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    if "quantization_config" in config:
+        model: Any = anybit.dequantize_(anybit.load(folder, device))
+    else:
+        model = load_dense(folder)
+    return model.to(device, torch.bfloat16).eval().requires_grad_(False)
+
+
+class Decoded(nn.Module):
+    """A layer whose weight is decoded in every call, and multiplied in a dtype."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype):
+        super().__init__()
+        self.held, self.dtype = [layer], dtype  # a list: whose weight no cast changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layer,) = self.held
+        if isinstance(layer, QuantLinear):
+            x = between.seen_by(layer.packed, x, layer.activation)
+            weight = layer.packed.dequantize()
+        else:
+            weight = layer.weight
+        y = nn.functional.linear(x.to(self.dtype), weight.to(self.dtype)).float()
+        return y if layer.bias is None else y + layer.bias.float()
+
+
+def running(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model that computes in fp32, but for products in a dtype."""
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, __, rows: rows.float())
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, QuantLinear | nn.Linear):
+            model.set_submodule(path, Decoded(layer, dtype))
+    for module in model.modules():
+        if module is not embeddings:
+            module._apply(lambda t: t.float() if t.is_floating_point() else t, recurse=False)
+    return model.eval()
+
+
+class Through(DynamicCache):
+    """K and V as a cache of anybit returns them."""
+
+    def __init__(self, formats: list[KvFormat]):
+        super().__init__()
+        self.formats = formats
+
+    def update(self, k: Tensor, v: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        batch, heads, size, dim = k.shape
+        cache = LayerCache.empty(batch, heads, size, dim, self.formats[layer], k.device)
+        dtype = cache.k.dtype if cache.k.is_floating_point() else k.dtype
+        rows = (x.transpose(1, 2).reshape(-1, heads, dim).to(dtype) for x in (k, v))
+        cache.store(*rows, torch.arange(batch * size, device=k.device))
+        k, v = cache.load(torch.arange(batch, device=k.device)[:, None], torch.float32)
+        return cache.format.k.turn(k).float(), v.float()  # a rotation that is its own inverse
+
+
+def scores(found: Tokens) -> dict[str, object]:
+    """Means over tokens, and their standard errors from the spread between windows."""
+    sums, counts = found.sums(found.values)
+    out: dict[str, object] = {"tokens": len(found.values)}
+    for name, digits in (("loss", 5), ("kl", 6), ("agreement", 4)):
+        mean, error = mean_and_error(sums[:, COLUMNS.index(name)], counts)
+        out |= {name: round(mean, digits), f"{name}_error": round(error, digits)}
+    return out | {"perplexity": round(math.exp(float(sums[:, 0].sum() / counts.sum())), 4)}
 
 
 if __name__ == "__main__":

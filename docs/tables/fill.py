@@ -56,7 +56,7 @@ def main() -> None:
 def shown(folder: Path) -> str:
     """Every table that a folder's files make, page by page."""
     names = {path.name.partition("_")[0] for path in folder.glob("*_*.csv")}
-    names -= {"cpu", "kv", "serving", "study"}
+    names -= {"cpu", "kv", "serving", "study", "tasks"}
     if len(names) > 1:
         raise SystemExit(f"{folder} has files of {', '.join(sorted(names))}; keep those of one GPU")
     empty, found = (tables_of(place, [*names, "gpu"][0]) for place in (folder / "none", folder))
