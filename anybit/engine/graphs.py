@@ -7,6 +7,7 @@ graph, launching a prompt takes the host longer than its products take the GPU (
 for 512 tokens, of which the GPU works 9).
 """
 
+import copy
 import gc
 import time
 from bisect import bisect_left
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybit.engine.alike import without_repeats
 from anybit.engine.models.layers import Decoder
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduled
 from anybit.engine.sequence import SamplingParams, Sequence
@@ -337,13 +339,17 @@ class StepGraphs:
     def launches(self) -> list[Callable[[], object]]:
         """A call for each graph, the largest first, that launches what the graph holds.
 
-        Tensors begin with zeros: where a kernel is not launched, no index is out of its range.
+        Layers that launch what others do are left out. Tensors begin with zeros: where a kernel is
+        not launched, no index is out of its range.
         """
+        few = copy.copy(self)
+        if not few.model.hosted:
+            few.model, few.states = without_repeats(self.model, self.states)
 
         def run(rows: Rows, size: int) -> None:
             rows.fill(size, [])
             with Zeros():  # type: ignore[no-untyped-call]
-                self._forward(rows, size)
+                few._forward(rows, size)
 
         return [partial(run, rows, size) for rows, size in self._todo()]
 
