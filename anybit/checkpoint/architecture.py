@@ -29,6 +29,7 @@ LAYERS = (
     "num_decoder_layers",
     "depth",
 )
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -49,10 +50,7 @@ WIDTHS = (
     "kv_lora_rank",
     "q_lora_rank",
     # Not numbers of tensors: some lie in one, and dense models may state experts they do not have.
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
+    *EXPERTS,
 )
 ADAPTER = "adapter_config.json"
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
@@ -142,17 +140,20 @@ def quantized_already(source: Path, stated: Mapping[str, Any]) -> InvalidInput:
     )
 
 
-def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tuple[Any, Any]:
-    """The class of transformers that a directory's config.json names, and its configuration.
+def configuration(source: Path, stored: Mapping[str, Stored] | None = None) -> tuple[Any, str]:
+    """What a directory's config.json says, as transformers reads it, and the class that it names.
 
     Args:
         source: The directory.
         stored: Its tensors, where they are in other files than the directory's.
 
+    Returns:
+        The configuration, of a part of a model perhaps, and the class's name; "" where it has none.
+
     Raises:
         FileNotFoundError: Files are missing.
-        InvalidInput: Files are damaged, sizes are impossible, or the class is none of
-            transformers' models.
+        InvalidInput: Files are damaged, sizes are impossible, or the model runs by files of its
+            own alone.
     """
     raw = read_json(source / "config.json")
     quantization_of(raw, source)
@@ -185,10 +186,26 @@ def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tup
             source, local_files_only=True, trust_remote_code=False
         )
     name = names[0]
-    if not name:
-        return transformers.AutoModelForCausalLM, config
     if config.model_type == "ministral" != raw.get("model_type"):  # a Mistral with layer_types
         name = name.replace("Mistral", "Ministral")
+    return config, name
+
+
+def model_class(source: Path, stored: Mapping[str, Stored] | None = None) -> tuple[Any, Any]:
+    """The class of transformers that a directory's config.json names, and its configuration.
+
+    stored: as in `configuration`.
+
+    Raises:
+        FileNotFoundError: Files are missing.
+        InvalidInput: As `configuration` does, or the class is none of transformers' models.
+    """
+    config, name = configuration(source, stored)
+
+    import transformers
+
+    if not name:
+        return transformers.AutoModelForCausalLM, config
     kind = getattr(transformers, name, None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise InvalidInput(

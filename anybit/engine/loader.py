@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,28 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.architecture import EXPERTS, bare_model, configuration
 from anybit.checkpoint.foreign.ready import ready
 from anybit.engine.generator import UNLIMITED, Generator, longest
-from anybit.engine.known import forget, restored, tokenizer_of
-from anybit.engine.known import keep as keep_known
-from anybit.engine.known import of as facts_of
 from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.fields import check_fields
+from anybit.engine.models.fields import asked_by, check_fields
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.mtp import head_of
 from anybit.engine.models.rope import rope_parameters
-from anybit.engine.weights import Checkpoint, Weights, reading
+from anybit.engine.weights import (
+    IGNORED,
+    Checkpoint,
+    Reading,
+    Weights,
+    matches,
+    read_as_asked,
+    reading,
+)
 from anybit.errors import InvalidInput, Unsupported, loading
 from anybit.files.directory import quantization_of, read_json
+from anybit.files.safetensors import stored_tensors
 from anybit.nn.model import quantized_modules
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
@@ -123,49 +129,31 @@ def load(
     directory = ready(directory)
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
-    known, words = (None, "") if quantization is not None else restored(directory, formats)
-    before = [] if known or quantization is not None else facts_of(directory, [])
-    bare = None if known else bare_model(directory)
-    config = known.config if known else bare.config  # type: ignore[union-attr]
-    if dtype is None:
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    bare = cache(partial(bare_model, directory))
     model: Decoder | Generator
     plan, head = None, None
     try:
-        kind = model_class(config, directory)
-        if known is None:
-            check_fields(kind, bare, directory)
-        read = known or reading(directory, bare, formats, quantization)
+        kind, read = read_of(directory, bare, formats, quantization)
+        config = read.config
+        dtype = dtype or dtype_of(config)
         weights = Checkpoint(directory, device, dtype, read, formats, keep)
         check_weights(directory, weights.least_bytes(), device)
         if adapters:
             found = {name: read_adapter(d, config.model_type) for name, d in adapters.items()}
             weights.adapters = Adapters(found)
-        check_length(weights.config, length)
+        check_length(config, length)
         if further:
-            head = build(partial(head_of, kind), weights.config, weights, length)
-        model = build(kind, weights.config, weights, length)
+            head = build(partial(head_of, kind), config, weights, length)
+        model = build(kind, config, weights, length)
         if head is not None:
             model.remember()
-        names = kind.further(weights.config)
+        names = kind.further(config)
         weights.check_all_read((f"{names.prefix}.*",) if names else ())
         if weights.adapters is not None:
             weights.adapters.check_all_read()
         quantized, size, plan = weights.quantized, weights.quantized_bytes, weights.plan
     except UnknownModel as reason:
-        if known is not None:
-            forget(directory)
-            return load(
-                directory,
-                device,
-                dtype,
-                quantization,
-                length,
-                cache_options,
-                keep,
-                adapters,
-                further,
-            )
+        config = bare().config
         if further:
             raise Unsupported(
                 f"{reason}, and draft='mtp' needs a model that it knows; use another draft"
@@ -176,9 +164,10 @@ def load(
             ) from None
         from anybit.engine import fallback  # with what transformers' models are made of
 
+        dtype = dtype or dtype_of(config)
         model = fallback.load(
             directory,
-            bare or bare_model(directory),
+            bare(),
             device,
             dtype,
             formats is not None,
@@ -192,20 +181,74 @@ def load(
         quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)
         for layer in layers:
             quantized[layer.scheme] += math.prod(layer.shape)
-    tokenizer = tokenizer_in(directory, words)
-    if isinstance(model, Decoder) and not model.hosted and quantization is None and known is None:
-        keep_known(directory, read, tokenizer, before)
     eos = end_tokens(directory, config)
+    tokenizer = tokenizer_in(directory)
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan, head)
 
 
-def tokenizer_in(directory: Path, kind: str = "") -> Any:
-    """A directory's tokenizer; None if it has none. kind: its class, if it is known."""
+def dtype_of(config: PretrainedConfig) -> torch.dtype:
+    """The dtype of a model's floats."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+
+
+def read_of(
+    directory: Path,
+    bare: Callable[[], Any],
+    formats: Mapping[str, str | None] | None,
+    quantization: Spec | Plan | None,
+) -> tuple[type[Decoder], Reading]:
+    """The class of ours for a directory, and what it reads there.
+
+    transformers' model is built only where tensors have other names than ours asks for, or fields
+    of config.json other values than usual.
+
+    Args:
+        directory: Of the checkpoint.
+        bare: Builds that model, on the meta device.
+        formats: As in `reading`.
+        quantization: As in `reading`.
+
+    Raises:
+        InvalidInput: Files are damaged, or do not fit each other.
+        UnknownModel: The engine does not know the model.
+    """
+    stored = stored_tensors(directory)
+    config, name = configuration(directory, stored)
+    own = is_whole(config, name, len(stored))
+    config = config if own else bare().config
+    kind = model_class(config, directory)
+    try:
+        asked = asked_by(kind, config)
+    except Exception:
+        bare()  # what transformers says of its fields comes first
+        raise
+    check_fields(kind, config, asked.fields, bare, directory)
+    if own and quantization is None:
+        further = kind.further(config)
+        others = (*IGNORED, *asked.scales, *([f"{further.prefix}.*"] if further else ()))
+        beside = partial(matches, others)
+        if (read := read_as_asked(stored, asked.tensors, beside, formats)) is not None:
+            found = Reading(config, asked.embeddings, stored, {*stored}, read, formats or {})
+            return kind, found
+    return kind, reading(directory, bare(), formats, quantization)
+
+
+def is_whole(config: PretrainedConfig, name: str, tensors: int) -> bool:
+    """Whether a configuration is one of the named class, and not of a part or a composite of it.
+
+    tensors: of the checkpoint, which has at least one for each expert.
+    """
+    kind = name.removesuffix("ForCausalLM")
+    experts = (getattr(config, field, None) or 0 for field in EXPERTS)
+    alike = type(config).__name__ in (f"{kind}Config", f"{kind}TextConfig")
+    return alike and not config.sub_configs and max(experts) <= tensors
+
+
+def tokenizer_in(directory: Path) -> Any:
+    """A directory's tokenizer; None if it has none."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     with loading(directory):
-        if kind:
-            return tokenizer_of(directory, kind)
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

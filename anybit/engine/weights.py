@@ -6,7 +6,7 @@ and whatever is missing, misshapen or left over is an error that names it.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.lora import Adapted, Adapters
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import stored_tensors
+from anybit.files.safetensors import Stored, stored_tensors
 from anybit.kernels.ahead import Uncompiled
 from anybit.kernels.between import of
 from anybit.nn.embedding import QuantEmbedding, embedding_layers
@@ -247,6 +247,37 @@ def reading(
     )
 
 
+def read_as_asked(
+    stored: Mapping[str, Stored],
+    asked: Mapping[str, tuple[int, ...]],
+    beside: Callable[[str], bool],
+    formats: Mapping[str, str | None] | None,
+) -> Set[str] | None:
+    """The tensors that a model reads, if a checkpoint has them under the names that it asks for.
+
+    Then nothing but these names has to be known of transformers' model.
+
+    Args:
+        stored: The checkpoint's tensors.
+        asked: Shapes of what the model asks for.
+        beside: Whether there may be another tensor of a name.
+        formats: The plan of an anybit checkpoint, whose layers may have codes instead of weights.
+
+    Returns:
+        The names; None where tensors are missing or left over, or a dense one is of another shape.
+    """
+    missing = asked.keys() - stored.keys()
+    coded = {n.removesuffix(".weight") for n in missing if n.endswith(".weight")}
+    if missing and (formats is None or len(coded) < len(missing)):
+        return None
+    read = {n for n in stored if n in asked or n.rpartition(".")[0] in coded}
+    fits = formats is not None or all(
+        stored[n].shape == asked[n] and stored[n].torch_dtype.is_floating_point for n in read
+    )
+    whole = coded <= {n.rpartition(".")[0] for n in read} and all(map(beside, stored.keys() - read))
+    return read if fits and whole else None
+
+
 class Checkpoint(Weights):
     """A checkpoint directory.
 
@@ -347,8 +378,7 @@ class Checkpoint(Weights):
 
         ignored: patterns of names that may be left over, beside IGNORED.
         """
-        patterns = (*IGNORED, *ignored)
-        left = sorted(n for n in self.unread if not any(fnmatchcase(n, p) for p in patterns))
+        left = sorted(n for n in self.unread if not matches((*IGNORED, *ignored), n))
         if left:
             raise InvalidInput(
                 f"{self.directory}: {len(left)} tensors have no place in the model that its "
@@ -379,6 +409,11 @@ class Checkpoint(Weights):
                 f"no format for it ({plan_text(self.named)})"
             )
         return scheme
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Whether a name matches one of some patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def plan_text(plan: Mapping[str, str | None]) -> str:

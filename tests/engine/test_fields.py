@@ -14,7 +14,14 @@ import anybit
 from anybit.engine.llm import LLM
 from anybit.engine.loader import MODELS, model_class
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.fields import check_fields
+from anybit.engine.models.fields import (
+    IDLE,
+    Sources,
+    asked_by,
+    check_fields,
+    fields,
+    read_by_theirs,
+)
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model, reference
@@ -23,6 +30,9 @@ from tests.engine.test_models import edit
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published.json").read_text()
 )
+# Whose config.json says something of which the sources alone do not tell that it has no effect.
+BUILT = {"gemma-2-9b", "phi-4-mini", "opt-125m", "lfm2.5-2.6b", "lfm2-700m", "granite-4.0-h-1b"}
+BUILT |= {"mamba-codestral-7b", "nemotron-h-8b", "nemotron-3-nano-30b", "qwen3-next-80b-a3b"}
 Checkpoint = Callable[[str], Path]
 
 
@@ -31,18 +41,41 @@ def bare(config: Any) -> Any:
         return getattr(transformers, config.architectures[0])._from_config(config)
 
 
+def check(config: Any, name: str = "x") -> bool:
+    """Whether transformers' model had to be built for that; UnknownModel where ours is another."""
+    kind, built = model_class(config), []
+
+    def theirs() -> Any:
+        built.append(bare(config))
+        return built[0]
+
+    check_fields(kind, config, asked_by(kind, config).fields, theirs, name)
+    return bool(built)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_families_know_all_that_transformers_reads(checkpoint: Checkpoint, name: str) -> None:
-    model = bare(AutoConfig.from_pretrained(checkpoint(name)))
-    check_fields(model_class(model.config), model, name)
+    check(AutoConfig.from_pretrained(checkpoint(name)), name)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_run_in_the_engine(tmp_path: Path, name: str) -> None:
     """With what their files say beside: other tools' fields, training, tokens, versions."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert not check(config, name) or name in BUILT
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_models_read_stands_in_their_sources(tmp_path: Path, name: str) -> None:
+    """Where it does not, a field would be taken for one without effect."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     model = bare(AutoConfig.from_pretrained(tmp_path))
-    check_fields(model_class(model.config), model, name)
+    names, sources = {f for f, _ in fields(vars(model.config))}, Sources(type(model.config))
+    seen, kept = read_by_theirs(model)
+    assert sources.known
+    assert all(sources.may_read(field) for field in names & (seen | kept) - IDLE)
+    assert {field for field in names - IDLE if sources.reads(field)} <= seen
 
 
 def test_every_family_has_a_published_model() -> None:
@@ -120,4 +153,4 @@ def test_the_field_and_its_value_are_named(checkpoint: Checkpoint) -> None:
     config = AutoConfig.from_pretrained(checkpoint("llama"))
     config.is_causal = False
     with pytest.raises(UnknownModel, match="is_causal is False, which the engine's Llama does not"):
-        check_fields(model_class(config), bare(config), "x")
+        check(config)

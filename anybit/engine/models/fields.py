@@ -1,24 +1,26 @@
 """Whether a model of ours knows every field of a configuration that changes what it computes.
 
 Nobody lists fields: a model of ours is built without weights from a configuration that notes what
-is read, and so is transformers'. A field that transformers reads and ours does not must have the
-value that the class of the configuration has by default.
+is read. A field that it does not read must have the value that the class of the configuration has
+by default, or be one that transformers' model, which is built only for that, does not read either.
 """
 
 import copy
 import inspect
 import re
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
-from anybit.engine.weights import Part, Weights
+from anybit.engine.weights import Part, Weights, Words
 
 # What transformers reads without an effect on logits: names and dtypes, kinds of outputs, training
 # (dropout, losses of routers, first time steps), how it runs a model (chunks of recurrences, the
@@ -76,6 +78,15 @@ IDLE = {
 }
 # Of fields that no class declares, or not in all releases; None: of all others.
 DEFAULTS = {"is_causal": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+# Files of transformers beside a model's own that ask for fields.
+SHARED = (
+    "cache_utils",
+    "configuration_utils",
+    "masking_utils",
+    "modeling_layers",
+    "modeling_rope_utils",
+    "modeling_utils",
+)
 TOKENS = 4
 
 
@@ -124,32 +135,63 @@ def noting(config: Any, seen: set[str]) -> Any:
     return again
 
 
-class Shapes(Weights):
-    """Weights without contents."""
+class Asked(Weights):
+    """Weights without contents, which note what a model asks for.
+
+    Matrices take no memory. Vectors do, since torch imports its compiler for sums of those that
+    take none.
+
+    Attributes:
+        fields: Names of fields of the configuration.
+        tensors: Shapes of tensors, by their names.
+        scales: Names of tensors that a checkpoint may have beside those.
+        embeddings: Names of the tables of embeddings.
+    """
 
     def __init__(self) -> None:
-        super().__init__(torch.device("meta"), torch.bfloat16)
+        super().__init__(torch.device("cpu"), torch.bfloat16)
+        self.fields, self.scales, self.embeddings = set[str](), set[str](), set[str]()
+        self.tensors: dict[str, tuple[int, ...]] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
-        return self.tensor(name, shape), self.tensor(name, shape[:1]) if bias else None, None
+        self.tensors[name] = shape
+        return torch.zeros(shape, dtype=dtype or self.dtype)
 
     def parts(
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
     ) -> list[Part]:  # as one, which many experts build faster
-        return [self.part(names[0], (sum(rows), columns), bias)]
+        for name, n in zip(names, rows, strict=True):
+            self.tensors[f"{name}.weight"] = n, columns
+            if bias:
+                self.tensors[f"{name}.bias"] = (n,)
+        whole = torch.empty(sum(rows), columns, dtype=self.dtype, device="meta")
+        return [(whole, torch.zeros(sum(rows), dtype=self.dtype) if bias else None, None)]
+
+    def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
+        return self.parts([name], [shape[0]], shape[1], bias)[0]
+
+    def kv_scales(self, name: str, shape: tuple[int, int]) -> None:
+        self.scales |= {f"{name}.{kind}_scale" for kind in "kv"}
+
+    def embedding(self, name: str, shape: tuple[int, int]) -> Words:
+        self.embeddings.add(name)
+        weight = self.part(name, shape, False)[0]
+        assert isinstance(weight, Tensor)
+        return nn.Embedding.from_pretrained(weight)
+
+    def head(self, name: str, words: Words, tied: bool) -> nn.Module:
+        super().head(name, words, tied)
+        return nn.Identity()
 
 
-def read_by_ours(kind: type[Decoder], config: Any) -> set[str]:
-    """The fields that a model of ours asks for."""
-    seen: set[str] = set()
+def asked_by(kind: type[Decoder], config: Any) -> Asked:
+    """What a model of ours asks for while it is built and runs."""
+    asked = Asked()
     with torch.inference_mode():
-        model = kind(noting(config, seen), Shapes(), 1)
-        model.logits(torch.empty(1, model.embedding_size, dtype=torch.bfloat16, device="meta"))
+        model = kind(noting(config, asked.fields), asked, 1)
+        model.logits(torch.zeros(1, 1))
         model.embedding_scale  # noqa: B018  the forward pass reads it
-    return seen
+    return asked
 
 
 def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
@@ -157,7 +199,7 @@ def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
 
     model: on the meta device. Where it does not run there, all that its source names counts.
     """
-    from transformers import DynamicCache, masking_utils
+    from transformers import DynamicCache
 
     seen, kept = set[str](), set[str]()
     kind: Any = type(model)
@@ -170,11 +212,38 @@ def read_by_theirs(model: nn.Module) -> tuple[set[str], set[str]]:
             again = kind._from_config(noting(model.config, seen), dtype=torch.bfloat16).eval()
             again(torch.zeros(1, TOKENS, dtype=torch.long), past_key_values=cache)
     except Exception:  # it waits for numbers, which there are none of
-        source = inspect.getsource(sys.modules[kind.__module__]) + inspect.getsource(masking_utils)
-        words = set(re.findall(r"(?<=config\.)\w+|(?<=[\"'])\w+(?=[\"'])", source))
-        names = (name for name, _ in fields(vars(model.config)))
-        seen |= {name for name in names if name.rpartition(".")[2] in words}
+        names = Sources(type(config))
+        seen |= {name for name, _ in fields(vars(config)) if names.may_read(name)}
     return seen, kept
+
+
+class Sources:
+    """The names that stand in what transformers' model of a configuration is made of.
+
+    They are read as text, since to import them takes seconds.
+    """
+
+    def __init__(self, kind: Any):
+        file = Path(inspect.getfile(kind))
+        model = file.with_name(file.name.replace("configuration_", "modeling_", 1))
+        own = kind.__mro__[: kind.__mro__.index(PretrainedConfig)]
+        properties = [v for k in own for v in vars(k).values() if isinstance(v, property)]
+        self.known = model.is_file() and model != file
+        self.model = model.read_text(encoding="utf-8") if self.known else ""
+        shared = (Path(transformers.__file__).with_name(f"{name}.py") for name in SHARED)
+        texts = [self.model, *(path.read_text(encoding="utf-8") for path in shared)]
+        texts += [inspect.getsource(v.fget) for v in properties if v.fget]
+        self.words = set(re.findall(r"\w+", " ".join(texts)))
+        self.other = {name: alias for alias, name in kind.attribute_map.items()}
+
+    def may_read(self, field: str) -> bool:
+        """Whether a model, its cache or its masks could ask for a field."""
+        name = field.rpartition(".")[2]
+        return not self.known or name in self.words or self.other.get(name) in self.words
+
+    def reads(self, field: str) -> bool:
+        """Whether the model asks for a field that its class does not declare."""
+        return f'getattr(config, "{field}"' in self.model
 
 
 def fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,25 +255,32 @@ def fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def check_fields(kind: type[Decoder], model: Any, name: object) -> None:
+def check_fields(
+    kind: type[Decoder], config: Any, ours: set[str], theirs: Callable[[], Any], name: object
+) -> None:
     """UnknownModel where a field changes what transformers' model computes, but not ours.
 
     Args:
         kind: The model of ours.
-        model: transformers', on the meta device.
+        config: Of the model.
+        ours: The fields that ours asks for.
+        theirs: Builds transformers' on the meta device; called where the configuration says what
+            ours does not ask for.
         name: Of the model, for the error.
     """
-    config: Any = model.config
     declared = dict(fields(vars(type(config)())))
     usual = DEFAULTS | declared
     given = {f: v for f, v in fields(vars(config)) if f.partition(".")[0] not in IDLE}
     differ = {f: v for f, v in given.items() if v != usual.get(f)}
-    ours = read_by_ours(kind, config)
     # Not for such a model, says its class: those have a meaning that ours may take for another.
     alien = {f for f in differ.keys() & ours if f not in declared and "." not in f}
     left = differ.keys() - ours - {"max_position_embeddings"}  # which who asks for a length reads
     if left | alien:
-        seen, kept = read_by_theirs(model)
+        sources = Sources(type(config))
+        left = {f for f in left if sources.may_read(f)}
+        alien = {f for f in alien if not sources.reads(f)}
+    if left | alien:
+        seen, kept = read_by_theirs(theirs())
         left, alien = left & (seen | kept), alien - seen
     if left := left | alien:
         field = min(left)

@@ -1,0 +1,137 @@
+"""What a checkpoint holds is told by its names alone, as transformers' model would tell it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from anybit.checkpoint.architecture import bare_model
+from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.engine import loader
+from anybit.engine.llm import LLM
+from anybit.engine.loader import formats_of, read_of
+from anybit.engine.weights import Reading, reading
+from anybit.errors import InvalidInput
+from anybit.files.directory import read_json
+from tests.engine.conftest import ARCHITECTURES, PICO
+
+# Whose checkpoints have other names than the engine's models ask for.
+OTHER = {"gpt_oss", "lfm2_moe", "granitemoehybrid"}
+HEAVY = ("transformers.modeling_utils", "torch._dynamo")
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are no matter here."""
+    monkeypatch.setattr(loader, "check_fields", lambda *given: None)
+
+
+def read(source: Path) -> tuple[Reading, bool]:
+    """What is found in a directory, and whether transformers' model was built for that."""
+    built: list[Path] = []
+    formats = formats_of(read_json(source / "config.json"), source)
+
+    def build() -> Any:
+        built.append(source)
+        return bare_model(source)
+
+    return read_of(source, build, formats, None)[1], bool(built)
+
+
+def check_same(source: Path, found: Reading) -> None:
+    formats = formats_of(read_json(source / "config.json"), source)
+    want = reading(source, bare_model(source), formats)
+    assert found.stored == want.stored
+    assert found.known == want.known
+    assert found.certain >= want.certain  # of codes, which transformers does not know
+    assert found.named == want.named
+    old, new = vars(want.config), vars(found.config)
+    assert not [name for name, value in new.items() if name[0] != "_" and old.get(name) != value]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_names_alone_tell_the_same(name: str, checkpoint: Checkpoint) -> None:
+    source = checkpoint(name)
+    found, built = read(source)
+    assert built == (name in OTHER)
+    if not built:
+        check_same(source, found)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-biases-tied", "qwen3_moe", "deepseek_v3", "mixtral", "opt"]
+)
+def test_names_of_codes_tell_the_same(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    plan = {"*": "int4:group=8", "*embed_tokens": "int8"}
+    quantize_checkpoint(checkpoint(name), tmp_path / "out", plan)
+    found, built = read(tmp_path / "out")
+    assert not built
+    check_same(tmp_path / "out", found)
+
+
+def changed(source: Path, out: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    out.mkdir()
+    tensors: dict[str, Tensor] = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_bytes((source / "config.json").read_bytes())
+    return out
+
+
+def with_own_head(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+
+
+def with_frequencies(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(("change", "built"), [(with_own_head, True), (with_frequencies, False)])
+def test_tensors_that_are_asked_for_elsewhere(
+    checkpoint: Checkpoint, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], built: bool
+) -> None:
+    source = changed(checkpoint("llama-biases-tied"), tmp_path / "out", change)
+    assert read(source)[1] == built
+    model = LLM(source, dtype="float32").engine.runner.model
+    assert bare_model(source).config.tie_word_embeddings == (
+        model.lm_head.weight is model.embed_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "no file holds 1 tensors of the model"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(5)}), "asks for floats of shape"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), "asks for floats of"),
+        (lambda t: t.update(stranger=torch.ones(5)), "have no place in the model"),
+    ],
+)
+def test_what_does_not_fit_is_told(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor]], None],
+    message: str,
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        LLM(changed(checkpoint("llama"), tmp_path / "out", change))
+
+
+def test_a_start_imports_no_models() -> None:
+    """Nor torch's compiler, which takes seconds."""
+    code = (
+        f"import sys, anybit; llm = anybit.LLM({str(PICO)!r}, device='cpu');"
+        "llm.generate(['def main('], anybit.SamplingParams(max_tokens=2));"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "[]"
