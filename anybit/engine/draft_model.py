@@ -14,9 +14,9 @@ from anybit.engine.generator import Generator
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.models.layers import Decoder
-from anybit.engine.sampler import INVALID, Row, choose
+from anybit.engine.sampler import INVALID, choose
 from anybit.engine.scheduler import Scheduled
-from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.engine.sequence import Row, SamplingParams, Sequence
 from anybit.errors import InvalidInput
 from anybit.files.hub import name_of
 from anybit.nn.multiplier import Keep

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from anybit.engine.model_runner import Flight, Runner
 from anybit.engine.output import Delta
 from anybit.engine.prompts import prompt_results
-from anybit.engine.sampler import INVALID, Row, Sampled
+from anybit.engine.sampler import INVALID, Sampled
 from anybit.engine.scheduler import Scheduled, Scheduler
-from anybit.engine.sequence import Logprob, SamplingParams, Sequence
+from anybit.engine.sequence import Logprob, Row, SamplingParams, Sequence
 from anybit.engine.speculation import Speculation
 from anybit.engine.structured import Grammars, Matcher, Tried
 from anybit.errors import InvalidInput, Unsupported, in_a_line

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from anybit.engine.sampler import Row
-from anybit.engine.sequence import Sequence
+from anybit.engine.sequence import Row, Sequence
 
 LENGTH = 3  # tokens that must be the same
 

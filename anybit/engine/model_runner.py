@@ -13,8 +13,9 @@ from anybit.engine.graphs import SEQUENTIAL, StepGraphs, prompt_sizes
 from anybit.engine.models.layers import Decoder
 from anybit.engine.penalties import penalize
 from anybit.engine.prompts import read_prompts
-from anybit.engine.sampler import Row, Sampled, masks_of, rows_of, sample
+from anybit.engine.sampler import Sampled, masks_of, rows_of, sample
 from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import Row
 from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Pairs
 from anybit.kernels.between import ANSWERS

@@ -3,16 +3,12 @@
 from collections.abc import Mapping
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from anybit.engine.sequence import Sequence
-
-if TYPE_CHECKING:
-    from anybit.engine.sampler import Row
+from anybit.engine.sequence import Row, Sequence
 
 PROMPT = 1 << 30  # the bit of a token's count that says that the prompt holds it
 # Penalties below TINY are one, and logits above HUGE are: so their quotients are finite in fp32.

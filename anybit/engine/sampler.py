@@ -1,7 +1,6 @@
 """Logits to tokens, for a whole batch at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from anybit.engine.masks import begin
 from anybit.engine.penalties import penalize
 from anybit.engine.scheduler import Scheduled
-from anybit.engine.sequence import Logprob, SamplingParams, Sequence
-from anybit.engine.structured import Matcher
+from anybit.engine.sequence import Logprob, Row, SamplingParams
 from anybit.kernels.between import of
 from anybit.kernels.races import race
 
@@ -22,30 +20,6 @@ GREEDY = 1e-5  # temperatures below it choose the likeliest token
 
 Sampled = tuple[list[int], list[Logprob | None]]
 Masks = Callable[[Tensor], Tensor]
-
-
-@dataclass  # not frozen, which would take three times as long to make
-class Row:
-    """A token to choose: output token `at` of a sequence, if the text goes on with `draft`.
-
-    matcher: where the text then stands in its grammar.
-    """
-
-    seq: Sequence
-    at: int
-    draft: tuple[int, ...] = ()
-    matcher: Matcher | None = None
-
-    def __post_init__(self) -> None:
-        if self.matcher is None and not self.draft:
-            self.matcher = self.seq.matcher
-
-    def after(self, token: int) -> "Row":
-        """The row behind one more drafted token."""
-        matcher = self.matcher and self.matcher.copy()
-        if matcher:
-            matcher.take(token)
-        return Row(self.seq, self.at + 1, (*self.draft, token), matcher)
 
 
 def rows_of(scheduled: list[Scheduled]) -> list[Row]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anybit.engine.checks import CHECKS
 from anybit.engine.checks import MAX_LOGPROBS as MAX_LOGPROBS
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from anybit.engine.penalties import Table, Tally
     from anybit.engine.structured import Matcher
 
 
@@ -129,7 +128,7 @@ class Sequence:
     accepted: int = 0  # tokens of the text that were drafted
     rejected: int = 0  # drafted ones that were not taken
     # Of the sampler, on devices: what the text holds, and tokens whose logits always change.
-    tallies: "dict[Table, Tally]" = field(default_factory=dict)
+    tallies: dict[Any, Any] = field(default_factory=dict)  # see `penalties.py`
     fixed: "dict[tuple[str, torch.device, int], tuple[Tensor, Tensor]]" = field(
         default_factory=dict
     )
@@ -189,3 +188,27 @@ class Sequence:
             self.silent = True
         elif len(self.tokens) >= self.limit:
             self.finish = "length"
+
+
+@dataclass  # not frozen, which would take three times as long to make
+class Row:
+    """A token to choose: output token `at` of a sequence, if the text goes on with `draft`.
+
+    matcher: where the text then stands in its grammar.
+    """
+
+    seq: Sequence
+    at: int
+    draft: tuple[int, ...] = ()
+    matcher: "Matcher | None" = None
+
+    def __post_init__(self) -> None:
+        if self.matcher is None and not self.draft:
+            self.matcher = self.seq.matcher
+
+    def after(self, token: int) -> "Row":
+        """The row behind one more drafted token."""
+        matcher = self.matcher and self.matcher.copy()
+        if matcher:
+            matcher.take(token)
+        return Row(self.seq, self.at + 1, (*self.draft, token), matcher)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from anybit.engine.pace import mixed
-from anybit.engine.sampler import Row
 from anybit.engine.scheduler import Scheduled, Scheduler
-from anybit.engine.sequence import Sequence
+from anybit.engine.sequence import Row, Sequence
 
 log = logging.getLogger("anybit.engine")
 

@@ -24,8 +24,6 @@ from anybit.kernels.processor import processor
 from anybit.quantizers.calibration.chat import before_text
 from anybit.version import __version__
 
-LLAMA_CPP = "llama.cpp:"
-SERVERS = ("http://", "https://")
 LONGEST = 2048  # tokens in a window, for models that could see more
 COMPARED = 256  # tokens of a vocabulary whose texts are compared
 ALIKE = 0.95  # of them are, where two vocabularies are one
@@ -62,20 +60,6 @@ class Candidate(Protocol):
 
     def continuations(self, prompts: Sequence[Tensor], count: int) -> Tensor | None:
         """As the function of this name; None where the engine does not tell its tokens."""
-
-
-def opened(model: str | Path) -> Candidate:
-    """A model by its name: `llama.cpp:FILE.gguf`, `http://HOST:PORT`, or what `ready` takes."""
-    name = str(model)
-    if name.startswith(LLAMA_CPP):
-        from anybit.evaluate.llama_cpp import LlamaCpp
-
-        return LlamaCpp(Path(name.removeprefix(LLAMA_CPP)))
-    if name.startswith(SERVERS):
-        from anybit.evaluate.server import Server
-
-        return Server(name.rstrip("/").removesuffix("/v1"))
-    return Transformers(name)
 
 
 class Transformers:

@@ -17,23 +17,36 @@ from anybit.evaluate.candidate import (
     Transformers,
     check_words,
     circumstances,
-    opened,
     some_words,
 )
 from anybit.evaluate.corpus import held_out_text, prose
 from anybit.evaluate.generation import greedy_prompts
+from anybit.evaluate.llama_cpp import LlamaCpp
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import figures, file_hash, token_hash, writing
 from anybit.evaluate.reference import Recorder, is_stored, read_reference
+from anybit.evaluate.server import Server
 from anybit.files.directory import without_nan
 from anybit.files.texts import Text, read_texts
 from anybit.progress import progress
 from anybit.quantizers.calibration.chat import answers
 
+LLAMA_CPP = "llama.cpp:"
+SERVERS = ("http://", "https://")
 FLOOR = 4  # windows whose noise is measured
 FEWEST = 256  # tokens of an entry that are worth to be scored, if it has as many
 DEFAULT = "Python standard library (default; choose with --text)"
 PROSE = "Python's language reference"
+
+
+def opened(model: str | Path) -> Candidate:
+    """A model by its name: `llama.cpp:FILE.gguf`, `http://HOST:PORT`, or what `ready` takes."""
+    name = str(model)
+    if name.startswith(LLAMA_CPP):
+        return LlamaCpp(Path(name.removeprefix(LLAMA_CPP)))
+    if name.startswith(SERVERS):
+        return Server(name.rstrip("/").removesuffix("/v1"))
+    return Transformers(name)
 
 
 def evaluate(

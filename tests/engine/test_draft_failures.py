@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from anybit.engine.llm import LLM
-from anybit.engine.sampler import Row
-from anybit.engine.sequence import SamplingParams
+from anybit.engine.sequence import Row, SamplingParams
 from tests.engine.conftest import prompts
 from tests.engine.test_engine import assert_no_block_is_held, assert_same, mixed_params
 from tests.engine.test_speculation import Told, alone, drafting, speculating

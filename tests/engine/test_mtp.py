@@ -21,8 +21,7 @@ from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.engine.llm import LLM
 from anybit.engine.loader import load, model_class
 from anybit.engine.mtp_draft import MtpDraft
-from anybit.engine.sampler import Row
-from anybit.engine.sequence import SamplingParams
+from anybit.engine.sequence import Row, SamplingParams
 from anybit.engine.weights import Checkpoint
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json, write_json

@@ -10,8 +10,8 @@ import torch
 from anybit.engine import penalties
 from anybit.engine.llm import LLM
 from anybit.engine.penalties import penalize
-from anybit.engine.sampler import INVALID, Row, choose
-from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.engine.sampler import INVALID, choose
+from anybit.engine.sequence import Row, SamplingParams, Sequence
 from tests.engine.conftest import PICO
 
 V = 40

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from anybit.engine import sampler
-from anybit.engine.sampler import INVALID, Row
-from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.engine.sampler import INVALID
+from anybit.engine.sequence import Row, SamplingParams, Sequence
 from anybit.kernels.races import race, waits
 
 

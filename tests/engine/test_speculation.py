@@ -15,9 +15,9 @@ from anybit.engine.engine import Engine
 from anybit.engine.llm import LLM, Output
 from anybit.engine.lookup import Lookup
 from anybit.engine.model_runner import Flight
-from anybit.engine.sampler import Row, rows_of, sample
+from anybit.engine.sampler import rows_of, sample
 from anybit.engine.scheduler import Scheduled, Scheduler
-from anybit.engine.sequence import SamplingParams, Sequence
+from anybit.engine.sequence import Row, SamplingParams, Sequence
 from anybit.engine.speculation import AHEAD, PLAIN, STALE, Costs, Drafter, Record, Speculation
 from anybit.engine.structured import Structured
 from tests.engine.conftest import ARCHITECTURES, PICO, prompts

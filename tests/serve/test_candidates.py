@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anybit.errors import InvalidInput, Unsupported
 from anybit.evaluate import llama_cpp
-from anybit.evaluate.candidate import Transformers, check_words, opened
+from anybit.evaluate.candidate import Transformers, check_words
 from anybit.evaluate.llama_cpp import LlamaCpp
 from anybit.evaluate.model import encode
 from anybit.evaluate.perplexity import COLUMNS, Likeliest, measure, told
-from anybit.evaluate.run import evaluate
+from anybit.evaluate.run import evaluate, opened
 from anybit.evaluate.server import TOLD, Server
 from tests.serve.conftest import Live
 
