@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
+from anybit.engine.keys import declared, name_keys, pattern
 from anybit.errors import InvalidInput
 
 # White space as models write it: none, or one space behind `,` and `:`. Where a grammar lets them,
@@ -71,13 +72,9 @@ PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
     (list | tuple, "array"),
     (dict, "object"),
 )
-# In a pattern: classes of all characters but some; those that JSON escapes in any place.
-NEGATED = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]", re.DOTALL)  # or an escape, as it is
-QUOTED = re.compile(r'"|\\\\|\\x\{?(22|5[cC])')
-# Names of declared properties from which others are told apart, in characters: all, and one.
-NAMES, LONGEST = 2000, 100
 OPTIONS = 500  # of oneOf, of which each two are compared
-STEPS = 100_000  # parts and options of all that references lead to
+STEPS = 100_000  # parts that are merged, counted for each merger
+MERGED = 100_000  # characters of the names that all objects which are merged get
 INT64 = 2**63
 LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
 
@@ -115,10 +112,14 @@ class Rewriter:
     def __init__(self, root: dict[str, Any]):
         self.root = root
         self.multiples: set[Fraction] = set()
-        self.merges = self.joins = False  # whether llguidance makes one schema of several; objects
-        self.steps = 0  # parts that were followed
+        self.merges = False  # whether llguidance makes one schema of several
         self.kinds: dict[str, frozenset[str]] = {}  # by reference
-        self.open: list[dict[str, Any]] = []  # objects with further properties than those declared
+        # Objects with further properties than those declared: as they are, and rewritten.
+        self.open: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.layers: dict[int, int] = {}  # of a part: as how many objects a value is declared
+        # Of a part that is merged with others: names and patterns of properties of all of them.
+        self.joined: dict[int, tuple[dict[str, None], dict[str, None]]] = {}
+        self.groups: set[frozenset[int]] = set()  # of parts that were joined
 
     def whole(self) -> dict[str, Any]:
         out: dict[str, Any] = self.schema(self.root)
@@ -126,8 +127,14 @@ class Rewriter:
         if not isinstance(given, dict):
             raise InvalidInput("the JSON schema: x-guidance is not an object")
         out["x-guidance"] = GUIDANCE | given
-        for inner in () if self.joins else self.open:
-            name_keys(inner)
+        merged = [self.joined.get(id(source)) or ({}, {}) for source, _ in self.open]
+        if sum(sum(map(len, names)) for names, _ in merged) > MERGED:
+            raise InvalidInput(
+                "the JSON schema: objects that are merged (allOf) have too many names; give them "
+                "additionalProperties: false"
+            )
+        for (_, inner), (names, patterns) in zip(self.open, merged, strict=True):
+            name_keys(inner, names, patterns)
         scale = math.lcm(*(m.denominator for m in self.multiples))
         factors = [int(m * scale) for m in self.multiples]
         if self.merges and len(factors) > 1 and math.lcm(*factors) * max(factors) >= 2**32:
@@ -168,17 +175,51 @@ class Rewriter:
         applied = out.keys() & {"$ref", "anyOf", "oneOf", "enum", "const"}
         merges = "allOf" in out or bool(applied and out.keys() - applied - NAMED)
         self.merges |= merges
-        if merges and not self.joins:
-            parts = followed(schema, self.root)
-            self.steps += len(parts)
-            self.joins = sum("properties" in part for part in parts) > 1
-        if self.steps > STEPS:
-            raise InvalidInput(
-                "the JSON schema: its references lead to too many parts; make it smaller"
-            )
-        if isinstance(out.get("properties"), dict) and not out.get("patternProperties"):
-            self.open += [] if out.get("additionalProperties") is False else [out]
+        if merges and self.depth(schema) > 1:
+            self.join([schema])
+        names = declared([out]) or out.get("patternProperties")
+        if names and out.get("additionalProperties") is not False:
+            self.open.append((schema, out))
         return out
+
+    def depth(self, schema: Any) -> int:
+        """As how many objects with declared properties a value may have to be valid at once."""
+        if not isinstance(schema, dict):
+            return 0
+        if id(schema) not in self.layers:
+            self.layers[id(schema)] = 0  # of a reference that leads here
+            count = int(bool(schema.keys() & {"properties", "patternProperties", "required"}))
+            count += self.depth(target(schema.get("$ref"), self.root))
+            for key, of in (("allOf", sum), ("anyOf", max), ("oneOf", max)):
+                options = schema.get(key)
+                count += of(map(self.depth, options)) if options and type(options) is list else 0
+            self.layers[id(schema)] = min(count, 2)
+        return self.layers[id(schema)]
+
+    def join(self, schemas: list[Any]) -> None:
+        """Note what one value may be held to by several objects, and what its parts may be."""
+        unique = {id(part): part for each in schemas for part in followed(each, self.root)}
+        group, parts = frozenset(unique), [*unique.values()]
+        if group in self.groups or sum(map(self.depth, schemas)) < 2:
+            return
+        if len(self.groups) * len(parts) > STEPS:
+            raise InvalidInput("the JSON schema: too many parts are merged; make it smaller")
+        self.groups.add(group)
+        names = dict.fromkeys(declared(parts))
+        mapped = [part for part in parts if isinstance(part.get("patternProperties"), dict)]
+        patterns = {pattern(each): None for part in mapped for each in part["patternProperties"]}
+        rests = [part.get("additionalProperties") for part in parts]
+        rests += [inner for part in mapped for inner in part["patternProperties"].values()]
+        for part in parts:
+            known = self.joined.setdefault(id(part), ({}, {}))
+            known[0].update(names)
+            known[1].update(patterns)
+        properties = [part["properties"] for part in parts if type(part.get("properties")) is dict]
+        for name in names:
+            self.join([*(each[name] for each in properties if name in each), *rests])
+        self.join(rests)
+        items = [part.get(key) for part in parts for key in ("items", "prefixItems")]
+        self.join([each for item in items for each in (item if type(item) is list else [item])])
 
     def exclusive(self, options: Any) -> bool:
         """Whether a value fits one of these options at most, by its type or a required constant."""
@@ -203,48 +244,6 @@ def resolved(schema: Any, root: Any) -> Any:
             break
         schema = target(schema["$ref"], root)
     return schema
-
-
-def name_keys(schema: dict[str, Any]) -> None:
-    """Have further keys of an object match a pattern, as which no declared one can be written.
-
-    What llguidance takes as a further key is not declared as it stands there, but may be once its
-    escapes are read: `\\u0061` is `a`. A pattern is matched with what they stand for. One of
-    very many names, or of long ones, would take seconds to compile: such objects stay as they are.
-    """
-    rest, required = schema.get("additionalProperties", True), schema.get("required")
-    for name in required if isinstance(required, list) else ():
-        schema["properties"].setdefault(name, rest)
-    sizes = [len(name) for name in schema["properties"]]
-    if sum(sizes) > NAMES or max(sizes, default=0) > LONGEST:
-        return
-    schema["patternProperties"] = {f"^{others([*schema['properties']])}$": rest}
-    schema["additionalProperties"] = False
-
-
-def others(names: list[str]) -> str:
-    """A regular expression of all texts but those names."""
-    heads: dict[str, list[str]] = {}
-    for name in names:
-        if name:
-            heads.setdefault(name[0], []).append(name[1:])
-    codes = {char: f"\\x{{{ord(char):x}}}" for char in sorted(heads)}
-    options = [pattern(f"[^{''.join(codes.values())}]") + "(?s:.)*" if codes else "(?s:.)+"]
-    options += [codes[char] + others(heads[char]) for char in codes]
-    return f"({'|'.join(options)}){'' if '' in names else '?'}"
-
-
-def pattern(text: str) -> str:
-    """A pattern whose classes that exclude `"` or `\\` exclude the character 0, too.
-
-    Or else llguidance lets in both, as it does where all control characters may come.
-    """
-
-    def without_zero(found: re.Match[str]) -> str:
-        inside = found[1] or ""
-        return f"[^\\x{{0}}{inside}]" if QUOTED.search(inside) else found[0]
-
-    return NEGATED.sub(without_zero, text)
 
 
 def count_keys(schema: dict[str, Any]) -> None:

@@ -54,12 +54,12 @@ class Structured:
     json: a JSON schema, as a dict or as text; True: any JSON object. There is one space or none
     behind `,` and `:`, and no other white space; `"x-guidance"` in the schema has llguidance's
     options for more. What cannot be enforced is refused, but for annotations, among which are
-    `uniqueItems` and formats that JSON Schema does not have (`binary`). Where objects are merged
-    (`allOf`), have names of over 2,000 characters in all, or `patternProperties` leaves further
-    keys free, one with escapes may stand for a declared one. regex: what the whole text matches, in
-    the syntax of Rust's `regex`. choice: strings, of which the text is one. grammar: Lark as
-    llguidance reads it, or GBNF (rules with `::=`). think: tokens that open and close thoughts;
-    what stands between them is free. thinking: whether the prompt has opened them.
+    `uniqueItems` and formats that JSON Schema does not have (`binary`). Objects with patterns for
+    keys, or with declared names of over 2,000 characters in all, get no keys but those.
+    regex: what the whole text matches, in the syntax of Rust's `regex`. choice: strings, of which
+    the text is one. grammar: Lark as llguidance reads it, or GBNF (rules with `::=`). think: tokens
+    that open and close thoughts; what stands between them is free. thinking: whether the prompt has
+    opened them.
     """
 
     json: dict[str, Any] | str | bool | None = None

@@ -12,7 +12,8 @@ import jsonschema_rs
 import pytest
 from transformers import AutoTokenizer
 
-from anybit.engine.schemas import Rewriter, json_rule, pattern
+from anybit.engine.keys import pattern
+from anybit.engine.schemas import Rewriter, json_rule
 from anybit.engine.structured import Grammars, Structured
 from anybit.errors import InvalidInput
 from tests.engine.conftest import PICO
@@ -62,7 +63,7 @@ def an_object(rng: random.Random) -> dict[str, Any]:
         out["required"] = rng.sample(KEYS if rng.random() < 0.3 else names or KEYS, 1)
     if rng.random() < 0.7:
         out["additionalProperties"] = rng.choice([False, *TYPES])
-    if out.get("additionalProperties") is False and rng.random() < 0.4:
+    if rng.random() < 0.3:
         out["patternProperties"] = {rng.choice(["^x", "b$", '^[^"]$']): rng.choice(TYPES)}
     if rng.random() < 0.3:
         out[rng.choice(["minProperties", "maxProperties"])] = rng.randint(1, 3)
@@ -70,9 +71,14 @@ def an_object(rng: random.Random) -> dict[str, Any]:
 
 
 def a_schema(rng: random.Random) -> dict[str, Any]:
-    one = an_object(rng)
+    one, other = an_object(rng), an_object(rng)
     return rng.choice(
         [
+            {"allOf": [one, other]}, {"allOf": [one], **other}, one | {"anyOf": [other, one]},
+            {"$ref": "#/$defs/o", "$defs": {"o": one}, **other},
+            {"allOf": [{"anyOf": [one, {"properties": {"b": {"const": 1}}}]}, other]},
+            {"allOf": [{"additionalProperties": one}, {"properties": {"a": other}}]},
+            {"allOf": [{"properties": {"a": one}}, {"properties": {"a": other, "b": one}}]},
             one, {"anyOf": [one, an_object(rng)]}, {"$ref": "#/$defs/o", "$defs": {"o": one}},
             one | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         ]
@@ -84,7 +90,8 @@ def a_text(rng: random.Random, schema: dict[str, Any]) -> str:
     keys = [rng.choice(KEYS) for _ in range(rng.randint(0, 4))]
     if rng.random() < 0.7:
         keys.sort(key=order.index)
-    return "{" + ",".join(f"{spelled(rng, key)}:{rng.choice(VALUES)}" for key in keys) + "}"
+    values = [*VALUES, a_text(rng, schema) if rng.random() < 0.4 else "0"]
+    return "{" + ",".join(f"{spelled(rng, key)}:{rng.choice(values)}" for key in keys) + "}"
 
 
 def spelled(rng: random.Random, key: str) -> str:
@@ -97,7 +104,7 @@ def spelled(rng: random.Random, key: str) -> str:
 
 def test_what_grammars_take_is_valid(takes: Takes) -> None:
     taken = 0
-    for seed in range(150):
+    for seed in range(300):
         rng = random.Random(seed)
         schema = a_schema(rng)
         judge = jsonschema_rs.validator_for(schema)
@@ -138,6 +145,35 @@ def test_keys_that_count_twice_are_refused(takes: Takes) -> None:
     one = two | {"properties": {"a": {}}, "required": ["a"]}
     assert takes(one, '{"a":1,"b":2}')
     assert not takes(one, '{"a":1,"\\u0061":2}')
+
+
+MERGED = {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": True}}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (MERGED, '{"a":1,"b":"s","c":[]}', '{"\\u0061":"s"}'),
+        (MERGED | {"required": ["d"]}, '{"a":1,"d":2}', '{"\\u0064":2}'),
+        ({"allOf": [{"required": ["a"]}, {"required": ["b"]}]}, '{"a":1,"b":2,"c":3}', '{"a":1}'),
+        ({"properties": {"a": True}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+         '{"b":1,"c":1}', '{"\\u0061":1}'),
+        ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}',
+         '{"a":1,"\\u0061":2}'),
+        ({"properties": {"a": {"type": "integer"}}, "patternProperties": {"^x": True}},
+         '{"a":1,"xy":2}', '{"\\u0061":"s"}'),
+        ({"properties": {"n" * 3000: {"type": "integer"}, "a": {"type": "integer"}}},
+         '{"a":1}', '{"\\u0061":"s"}'),
+        ({"allOf": [{"properties": {"p": {"properties": {"a": {"type": "integer"}}}}},
+                    {"properties": {"p": {"properties": {"b": True}}}}]},
+         '{"p":{"a":1,"b":2,"c":3}}', '{"p":{"\\u0061":"s"}}'),
+    ],
+)  # fmt: skip
+def test_a_declared_key_has_one_spelling(
+    takes: Takes, schema: dict[str, Any], right: str, wrong: str
+) -> None:
+    schema = {"type": "object"} | schema
+    assert [takes(schema, right), takes(schema, wrong)] == [True, False]
 
 
 def test_unions_that_types_tell_apart(takes: Takes) -> None:
