@@ -4,12 +4,16 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
+from anybit.cli import doctor
 from anybit.errors import Unsupported
 from anybit.measure import bench, report, timing
 from anybit.measure.bench import Case, Layer, Row
@@ -253,9 +257,12 @@ def test_a_run_says_and_writes_every_row(two_sizes, tmp_path):
     assert " us " in said[1]
 
 
-def test_a_report_has_every_kind_of_kernels(two_sizes, tmp_path):
-    path = tmp_path / "cpu.json"
-    report.run(["int4"], ["32x64"], "1", None, path, lambda text: None)
+def test_a_report_has_every_kind_of_kernels(two_sizes, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SHAPES", [(32, 64)])
+    monkeypatch.setattr(doctor, "TOKENS", {"cpu": [1], "cuda": [1]})
+    path, console = tmp_path / "cpu.json", Console(record=True, width=200)
+    monkeypatch.setattr(bench, "run", partial(say_first, console, bench.run))
+    doctor.report(["int4"], path, console)
     found = json.loads(path.read_text())
     assert [row["peer"] for row in found["rows"]] == [
         "torch",
@@ -265,9 +272,36 @@ def test_a_report_has_every_kind_of_kernels(two_sizes, tmp_path):
     assert found["rows"][1]["us"] > 0
     assert found["packages"]["torch"] == importlib.metadata.version("torch")
     assert found["threads"] == torch.get_num_threads()
+    assert found["backends"]["int4"]["native"] is None
     assert not list(tmp_path.glob("cpu.json.*"))
     with pytest.raises(ValueError, match="not a directory to write"):
-        report.run(["int4"], ["32x64"], "1", None, tmp_path / "no" / "r.json", pytest.fail)
+        doctor.report(["int4"], tmp_path / "no" / "r.json")
+    with pytest.raises(ValueError, match="unknown format 'int99'"):
+        doctor.report(["int99"], path)
+
+
+def say_first(console, run, *args, **options):
+    """What the report holds is told before anything is measured."""
+    assert "no paths" in console.export_text(clear=False)
+    return run(*args, **options)
+
+
+def test_a_report_names_no_folder_machine_or_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(report.platform, "node", lambda: "gpubox")
+    monkeypatch.setattr(report.Path, "home", lambda: Path("/home/ada"))
+    wrong = bench.blank(torch.device("cpu"))
+    note = "failed: /home/ada/.cache/anybit/k-1.o: ada on gpubox 3/4, C:\\Users\\ada\\x.dll"
+    report.write(
+        tmp_path / "r.json",
+        [replace(wrong, note=note)],
+        {"int4": {"mma": "report it with ~/x/verdicts.json", "native": None}},
+        torch.device("cpu"),
+    )
+    text = (tmp_path / "r.json").read_text()
+    assert not re.search(r"ada|gpubox|cache|Users|~", text)
+    found = json.loads(text)
+    assert found["rows"][0]["note"] == "failed: .../k-1.o: ... on ... 3/4, .../x.dll"
+    assert found["backends"]["int4"] == {"mma": "report it with .../verdicts.json", "native": None}
 
 
 def test_reports_become_a_table(monkeypatch, tmp_path):

@@ -430,17 +430,26 @@ app.command(
 app.command(epilog=examples("anybit cache", "anybit cache --clear --yes"))(about.cache)
 
 
-@app.command(epilog=examples("anybit doctor", "anybit doctor liquid@int8 int4:group=128"))
+@app.command(
+    epilog=examples("anybit doctor", "anybit doctor liquid@int8", "anybit doctor --report gpu.json")
+)
 def doctor(
     formats: Annotated[
         list[str] | None,
         typer.Argument(help="Formats to explain in full; all of them in short if absent."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a JSON file for an issue: versions, self-tests, and times."),
+    ] = None,
 ) -> None:
     """Show which kernels the formats run on, on each device, why not others, and versions."""
-    from anybit.cli.doctor import doctor as run
+    from anybit.cli import doctor as room
 
-    run(formats or ())
+    if report:
+        room.report(formats or (), report)
+    else:
+        room.doctor(formats or ())
 
 
 @app.command(epilog=examples("anybit formats"))

@@ -17,16 +17,16 @@ def bench(
         str, typer.Option(help="Token counts (batch sizes) to time, such as 1,16,256.")
     ] = "1,16,256",
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Time all backends: a JSON report.")] = None,
 ) -> None:
     """Time quantized layers against the unquantized one, on this machine's GPU or CPU.
 
     Weights are random and not in the cache, results are checked before they are timed, and the time
     to read the weight's bytes and do nothing else, the least possible, is measured in the same run.
     """
-    from anybit.measure.report import run
+    from anybit.measure.bench import parse_counts, parse_shape
+    from anybit.measure.bench import run as measure
 
-    run(formats, shape, m, csv, report, typer.echo)
+    measure(formats, [parse_shape(text) for text in shape], parse_counts(m), csv, typer.echo)
 
 
 def tune(

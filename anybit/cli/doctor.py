@@ -5,6 +5,8 @@ import inspect
 import platform
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from rich.table import Table
 from anybit.core.format import Format, get_format, known_formats
 from anybit.core.names import ALIASES
 from anybit.core.scheme import parse_scheme
+from anybit.files.directory import check_folder
 from anybit.kernels import registry
-from anybit.kernels.backend import LayerSpec
+from anybit.kernels.backend import LayerSpec, refuse_vendor
 from anybit.kernels.between import family_of
 from anybit.kernels.processor import processor
 from anybit.measure.report import version
@@ -31,6 +34,7 @@ PACKAGES = (
     "llvmlite",
 )
 SHAPE = (4096, 4096)
+Answers = Mapping[str, Mapping[str, str | None]]  # scheme -> backend -> why it refuses; None: not
 ROTATE = (
     "Every format also has the option rotate=k or rotate=kn: the layer's inputs, or inputs and "
     "outputs, are rotated, which spreads outliers over 128 columns. Calibrate then (gptq)."
@@ -44,6 +48,61 @@ BEARS = (
 )
 
 
+TIMED = (
+    "int4:group=128",
+    "fp6",
+    "liquid@int8",
+    "fp8@fp8",
+    "int2:group=64,zero",
+    "trellis:code=look",
+)
+SHAPES, TOKENS = ((4096, 4096), (14336, 4096)), {"cuda": (1, 16, 256), "cpu": (1, 16)}
+ABOUT = (
+    "The report holds: the GPU's or CPU's model and properties, versions of the driver, of Python "
+    "and of packages, what each backend says to each format, self-tests of kernels, and times of "
+    "{count} formats. It holds no paths, no names of a machine or user, no serial numbers. "
+    "It is written to {path} and sent nowhere; read it, and attach it to an issue. Measuring takes "
+    "minutes; leave the machine alone meanwhile."
+)
+
+
+def report(schemes: Sequence[str], path: Path, console: Console | None = None) -> None:
+    """Say what a report holds, measure, and write it.
+
+    Args:
+        schemes: To time; `TIMED` if there are none.
+        path: The file.
+        console: Where to say it.
+
+    Raises:
+        InvalidInput: A scheme is unknown.
+        FileNotFoundError: The file's folder is not there.
+    """
+    from anybit.measure import bench
+    from anybit.measure.report import write
+
+    console = console or Console()
+    check_folder(path)
+    for scheme in schemes:
+        parse_scheme(scheme)
+    schemes = schemes or TIMED
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(ABOUT.format(path=path, count=len(schemes)))
+    rows = bench.run(schemes, SHAPES, TOKENS[device.type], None, say, every=True)
+    answers = answers_of({scheme: parse_scheme(scheme) for scheme in specs()}, str(device))
+    write(path, rows, answers, device)
+    say(f"wrote {path}, {path.stat().st_size / 1e3:.0f} KB")
+
+
+def answers_of(layers: Mapping[str, tuple[Format, str | None]], device: str) -> Answers:
+    """What each backend says to a weight of `SHAPE` in each scheme."""
+    return {
+        scheme: registry.refusals(LayerSpec(fmt.plain(), activation, SHAPE, torch.device(device)))
+        for scheme, (fmt, activation) in layers.items()
+    }
+
+
 def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
     """Print the backends of all formats on each device, in short; of some schemes, in full.
 
@@ -53,12 +112,7 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
     console = console or Console()
     layers = {scheme: parse_scheme(scheme) for scheme in schemes or specs()}
     for device, what in devices().items():
-        answers = {
-            scheme: registry.refusals(
-                LayerSpec(fmt.plain(), activation, SHAPE, torch.device(device))
-            )
-            for scheme, (fmt, activation) in layers.items()
-        }
+        answers = answers_of(layers, device)
         console.print(f"[bold]{device}[/]: {what}")
         (in_full if schemes else in_short)(console, answers, device.partition(":")[0])
         if device != "cpu" and (tested := self_test(torch.device(device))):
@@ -74,7 +128,6 @@ def doctor(schemes: Sequence[str] = (), console: Console | None = None) -> None:
 
 
 FEW = 8  # names that a line may hold
-Answers = Mapping[str, Mapping[str, str | None]]  # scheme -> backend -> why it refuses; None: not
 
 
 def in_short(console: Console, answers: Answers, kind: str) -> None:
@@ -118,7 +171,7 @@ def self_test(device: torch.device) -> str | None:
     """What the self-test of the kernels for `mma.sync` has found on a GPU so far, in words."""
     from anybit.kernels.mma import selftest
 
-    return selftest.summary(device)
+    return None if refuse_vendor() else selftest.summary(device)
 
 
 def formats(console: Console | None = None) -> None:

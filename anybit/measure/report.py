@@ -1,43 +1,55 @@
-"""`anybit bench --report`: what was measured, and on what, as one file to attach to an issue."""
+"""`anybit doctor --report`: what runs on this machine, and how fast, as one file for an issue."""
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybit.files.directory import check_folder, without_nan, write_json
-from anybit.measure import bench
+from anybit.files.directory import without_nan, write_json
 from anybit.measure.bench import Row
 from anybit.version import __version__
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "llvmlite")
+PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:|~)?(?:[\\/][^\s\\/'\":;,)]+)*[\\/](?=[^\s\\/'\":;,)]+)")
+NVIDIA = Path("/sys/module/nvidia/version")
 
 
-def run(
-    schemes: Sequence[str],
-    shapes: Sequence[str],
-    ms: str,
-    csv: Path | None,
-    report: Path | None,
-    say: Callable[[str], None],
+def write(
+    path: Path,
+    rows: Sequence[Row],
+    answers: Mapping[str, Mapping[str, str | None]],
+    device: torch.device,
 ) -> None:
-    """`anybit bench`: `bench.run`, with its words, and the report if there is to be one."""
-    if report:
-        check_folder(report)
-    sizes = [bench.parse_shape(text) for text in shapes]
-    rows = bench.run(schemes, sizes, bench.parse_counts(ms), csv, say, every=report is not None)
-    if report:
-        write(report, rows, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    """Write a report, whole.
 
-
-def write(path: Path, rows: Sequence[Row], device: torch.device) -> None:
-    """Write a report, whole: the machine, versions, verdicts of self-tests, and every row."""
+    Args:
+        path: The file.
+        rows: What was measured.
+        answers: What each backend says to each scheme: None that it runs it, or why not.
+        device: Which one it is about.
+    """
+    known = {"anybit": __version__, **machine(device), "backends": answers}
     measured = [without_nan(asdict(row)) for row in rows]
-    write_json(path, {"anybit": __version__, **machine(device), "rows": measured})
+    write_json(path, unnamed({**known, "rows": measured}))
+
+
+def unnamed(found: Any) -> Any:
+    """The same without names of folders, of this machine and of its user, which errors may tell."""
+    if isinstance(found, Mapping):
+        return {unnamed(key): unnamed(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [unnamed(value) for value in found]
+    if not isinstance(found, str):
+        return found
+    text = PATH.sub(".../", found)
+    for name in filter(None, {platform.node(), Path.home().name}):
+        text = re.sub(rf"\b{re.escape(name)}\b", "...", text)
+    return text
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -48,12 +60,16 @@ def machine(device: torch.device) -> dict[str, Any]:
         "packages": {name: version(name) for name in PACKAGES},
     }
     if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    if torch.version.hip:
+        found["rocm"] = torch.version.hip
+    elif device.type == "cuda":
         from anybit.kernels.cute.driver import driver_version
         from anybit.kernels.mma import selftest, tiles
 
-        found["gpu"] = torch.cuda.get_device_name(device)
         found["properties"] = asdict(tiles.gpu_of(device))
         found["cuda_driver"] = driver_version()
+        found["driver"] = NVIDIA.read_text("utf-8").strip() if NVIDIA.exists() else None
         found["self_test"] = selftest.verdicts(device)
     else:
         found["cpu"] = torch.backends.cpu.get_cpu_capability()
