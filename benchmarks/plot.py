@@ -30,6 +30,8 @@ NUDGED = {  # names of points that would lie on others: points from theirs, side
     "GPTQModel": (3, -8, "left"), "AutoRound": (7, -1, "left"),
 }  # fmt: skip
 LEFT = ("trellis",)  # names whose right side another line crosses
+AXES = "bits a weight", "KL, nats a token"
+GRIDS = ("int8", "fp:e2m3", "int5:group=64", "int4:group=64,zero", "int3:group=64,zero")
 Lines = Mapping[str, Mapping[float, float]]  # name: x, y
 
 
@@ -39,15 +41,32 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img")
     args = parser.parse_args()
-    plt.rcParams.update({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False})
+    first(args.out)
     draw(engine(), "sequences", "decode speed over bf16", args.out / "engine.png", level=1)
     draw(gemm(), "tokens M", "speed over cuBLAS, 16 bits", args.out / "gemm.png", level=1)
-    axes = "bits a weight", "KL, nats a token"
-    draw(models(), *axes, args.out / "accuracy_models.png", bits=True)
-    draw(calibrated(), *axes, args.out / "accuracy_gptq.png", bits=True)
-    draw(quality(), *axes, args.out / "quality.png", bits=True, named=tools())
+    draw(models(), *AXES, args.out / "accuracy_models.png", bits=True)
+    draw(calibrated(), *AXES, args.out / "accuracy_gptq.png", bits=True)
+    draw(quality(), *AXES, args.out / "quality.png", bits=True, named=tools())
     bars(codes(), "error over the bound", args.out / "report_codes.png", at=1)
     bars(step(), "ms", args.out / "report_step.png", stacked=True)
+
+
+def first(out: Path) -> None:
+    """The picture of the first page, which `docs/tables/fill.py` draws with its tables."""
+    plt.rcParams.update({"font.size": 14, "axes.spines.top": False, "axes.spines.right": False})
+    draw(study(), *AXES, out / "study.png", bits=True)
+
+
+def study() -> Lines:
+    """The model of 1.5 billion parameters: formats without data and with, by bits."""
+    rows = read("study_qwen2.5-coder-1.5b")
+    trellis = ("trellis:rotate=kn", "trellis:bits=3,rotate=kn", "trellis:bits=4,rotate=kn")
+    kinds = {"rounded": (GRIDS, "rtn"), "GPTQ": (GRIDS, "gptq"), "trellis": (trellis, "gptq")}
+    found = {
+        name: points(row for row in rows if row["spec"] in specs and row["method"] == method)
+        for name, (specs, method) in kinds.items()
+    }
+    return {name: line for name, line in found.items() if line}
 
 
 def engine() -> Lines:

@@ -1,6 +1,5 @@
 """docs/tables/fill.py: the tables of the pages equal benchmarks/results."""
 
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tables"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import accuracy_tables
 import codebook_tables
@@ -16,6 +16,7 @@ import fill
 import first_tables
 import paper_tables
 import peer_tables
+import plot
 import results
 
 from anybit.measure.bench import COLUMNS
@@ -65,7 +66,12 @@ def test_the_first_page_has_the_numbers_of_the_pages_behind_it():
     benchmarks = (ROOT / "docs/benchmarks.md").read_text()
     accuracy = (ROOT / "docs/accuracy.md").read_text()
     for row in first_tables.first().splitlines()[2:]:
-        assert row.split("|", 3)[3] in accuracy  # all behind the names
+        _, bits, before, after, kl = (cell.strip() for cell in row.split("|")[1:-1])
+        assert f"| {bits} | {before} |" in accuracy
+        assert f"| {bits} | {after} | {kl} |" in accuracy
+    for row in first_tables.large().splitlines()[3:-2]:
+        bits, _, lost, kl = (cell.strip() for cell in row.split("|")[3:7])
+        assert f"| {bits} | {lost} | {kl} |" in accuracy
     for row in first_tables.speed().splitlines()[2:]:
         name, _, one, many = (cell.strip() for cell in row.split("|")[1:-1])
         line = next(x for x in benchmarks.splitlines() if x.startswith(f"| {name.strip('`')} |"
@@ -111,7 +117,7 @@ def test_a_speed_is_over_the_bf16_of_its_run(folder):
 
 def test_a_star_is_said_where_a_loss_is_of_another_text():
     cells = [line.split("|") for line in first_tables.hardware().splitlines()[2:]]
-    stars = {row[2].strip() for row in cells if row[5].strip().endswith("*")}
+    stars = {row[2].strip() for row in cells if row[4].strip().endswith("*")}
     assert stars == {"`int4:group=32`, calibrated"}
 
 
@@ -299,10 +305,52 @@ def test_experts_stand_with_their_model(folder):
     assert "at worst 0.95 times as fast (Qwen3-30B-A3B 2048x768, M=16, humming)" in text
 
 
+STUDY_COLUMNS = (
+    "model,spec,method,text,samples,length,bits,gb,tokens,loss,loss_error,kl,agreement,windows,gpu"
+)
+STUDY = f"""{STUDY_COLUMNS}
+q,bf16,dense,,0,0,16,3,900,0.001,0.001,0.0002,0.99,26 of 4096,H
+q,int8,rtn,,0,0,8,2,900,0.002,0.001,0.001,0.98,26 of 4096,H
+q,int8,kv,,0,0,8.25,3,900,0.0001,0.001,0.0001,0.98,26 of 4096,H
+q,"int4:group=64,zero",rtn,,0,0,4.375,1,900,0.04,0.001,0.04,0.9,26 of 4096,H
+q,"int4:group=64,zero",hqq,,0,0,4.5,1,900,0.03,0.001,0.03,0.9,26 of 4096,H
+q,"int4:group=64,zero",gptq,mixed,128,1024,4.375,1,900,0.02,0.001,0.02,0.9,26 of 4096,H
+q,"trellis:bits=4,rotate=kn",gptq,mixed,128,1024,4.07,1,900,0.01,0.001,0.01,0.9,26 of 4096,H
+q,plan:4.5,gptq,mixed,128,1024,4.5,1,900,0.01,0.001,0.01,0.9,26 of 4096,H
+"""
+TASKS = """model,pass1,pass1_error,valid,valid_error
+qwen.gguf,0.7,0.04,0.98,0.01
+int4-group-64-zero-gptq,0.65,0.04,0.9,0.02
+"""
+
+
+def test_a_study_shows_of_each_format_the_best_row_and_the_rounded_one(folder):
+    name = "qwen2.5-coder-1.5b.csv"
+    (folder / f"study_{name}").write_text(STUDY)
+    lines = first_tables.large().splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:7]] == [
+        ["| `bf16`", "16-bit products"], ["| `int8`", "rounded"], ["| `plan:4.5`", "`gptq`"],
+        ["| `int4:group=64,zero`", "rounded"], ["| `int4:group=64,zero`", "`gptq`"],
+    ]  # fmt: skip
+    assert lines[-1] == (
+        "*Half English, half Python: 900 tokens in windows of 4096 (H); calibrated on 128 windows "
+        "of 1024.*"
+    )
+    results.read.cache_clear()
+    (folder / f"tasks_{name}").write_text(TASKS)
+    lines = first_tables.large().splitlines()
+    assert lines[2].endswith("| 0.0010 ± 0.0010 | 0.0002 | 70 ± 4 | 98 ± 1 |")
+    assert lines[3].endswith("| 0.0010 |  |  |")
+    assert lines[6].endswith("| 65 ± 4 | 90 ± 2 |")
+    assert "| int8 KV cache |  | 8.25 |" in accuracy_tables.tables()["studied"]
+    assert plot.study() == {
+        "rounded": {4.375: 0.04, 8.0: 0.001}, "GPTQ": {4.375: 0.02}, "trellis": {4.07: 0.01},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["engine", "gemm", "models", "calibrated", "quality"])
-def test_a_picture_has_at_most_four_lines(name, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    lines = getattr(importlib.import_module("plot"), name)()
+def test_a_picture_has_at_most_four_lines(name):
+    lines = getattr(plot, name)()
     assert 1 < len(lines) <= 4
     assert all(len(found) >= 2 for found in lines.values())
 

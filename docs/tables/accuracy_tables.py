@@ -12,6 +12,7 @@ Keep = Callable[[Row], bool]
 
 def tables() -> dict[str, str]:
     return {
+        "studied": by_bits("study_qwen2.5-coder-1.5b", keep=chosen_from),
         "published": by_bits("h200_published", "SmolLM2-135M-Instruct", published),
         "study_105m": by_bits("h200_accuracy", "study-105m", spoken_of),
         "large_columns": by_bits("cpu_accuracy", "pico-large-columns", rounded),
@@ -37,28 +38,32 @@ def rotation(row: Row) -> bool:
     return "kn" not in spec and spec in ("bf16", "int4:group=128", "liquid@int8", "int8@int8")
 
 
+def chosen_from(row: Row) -> bool:
+    """What formats are chosen by; others are in the file."""
+    others = ("fp8", "int6", "nf4", "int4", "int5:group=64", "int2:group=32,zero", "int4:group=32")
+    return row["method"] == "kv" or row["spec"] not in others
+
+
 def published(row: Row) -> bool:
-    """Of the newest text alone, older rows being of other pages, and not all of one quantizer."""
-    left_out = {
-        "rtn": ("int8:group=64", "liquid@int8", "mxfp4", "nvfp4", "int2:group=32,zero"),
-        "gptq": ("int6", "int8"),
-        "gptq-gradients": ("fp6", "int2:group=32,zero"),
-    }
-    return row["tokens"] == "59957" and row["spec"] not in left_out.get(row["method"], ())
+    """What the other model's rows do not show, of the newest text alone: gradients and refining."""
+    specs = ("liquid@int8", "int8@int8", "trellis:bits=4,rotate=kn", "trellis:rotate=kn")
+    more = row["spec"] in specs and row["method"] != "rtn"
+    return row["tokens"] == "59957" and (more or "gradients" in row["method"])
 
 
 def bits(row: Row) -> float:
     return float(row["bits"])
 
 
-def by_bits(file: str, model: str, keep: Keep = lambda row: True) -> str:
-    """Rows of a model, by bits and then loss."""
-    rows = [row for row in read(file) if row["model"] == model and keep(row)]
+def by_bits(file: str, model: str = "", keep: Keep = lambda row: True) -> str:
+    """Rows of a model, or of all, by bits and then loss."""
+    rows = [row for row in read(file) if model in ("", row["model"]) and keep(row)]
     out = []
     for row in sorted(rows, key=lambda r: (-bits(r), r["spec"], -float(r["loss"]))):
         if row["method"] != "dense":
             scores = loss(row), f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}"
-            out.append([short(row["spec"]), label(row), f"{bits(row):.2f}", *scores])
+            cache = " KV cache" if row["method"] == "kv" else ""
+            out.append([short(row["spec"]) + cache, label(row), f"{bits(row):.2f}", *scores])
     return markdown(["format", "quantizer", "bits", "loss, nats", "KL", "top-1"], out, words=2)
 
 
@@ -122,6 +127,8 @@ def short(spec: str) -> str:
 
 def label(row: Row) -> str:
     """The quantizer; its calibration data in brackets if it was not windows of code."""
+    if row["method"] == "kv":
+        return ""
     default = row["text"] in ("", "code", "mixed") and row["samples"] in ("0", "16", "32", "128")
     return row["method"].replace("-", "+") + ("" if default else f" ({row['text']})")
 

@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and docs/ from benchmarks/results.
+"""Fill the tables of README.md and docs/ from benchmarks/results, and draw the first picture.
 
 Each `*_tables.py` here makes some of them.
 
@@ -15,6 +15,7 @@ is a key of `tables()`.
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 import accuracy_tables
@@ -49,6 +50,11 @@ def main() -> None:
         print(path.relative_to(ROOT))
         if not args.check:
             path.write_text(text)
+    if not args.check:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        import plot  # in which matplotlib is
+
+        plot.first(ROOT / "docs" / "img")
     if stale and args.check:
         raise SystemExit("out of date with benchmarks/results; run: python docs/tables/fill.py")
 

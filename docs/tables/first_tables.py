@@ -56,23 +56,64 @@ def tables() -> dict[str, str]:
 
 # Quality: two published models, whose files are in 4 bits.
 
-LARGE = [  # what to take, best first: format, quantizer of the study
-    ("int8", "rtn"), ("fp:e2m3", "rtn"), ("int4:group=64,zero", "gptq/mixed"),
-    ("int4:group=64,zero", "hqq"), ("int4:group=64,zero", "rtn"), ("liquid@int8", "rtn"),
-    ("int4:group=128", "rtn"), ("int3:group=64,zero", "gptq/mixed"), ("int3:group=64,zero", "rtn"),
-]  # fmt: skip
+LARGE = (  # formats, best first: of each the row of least KL, and that of rounding
+    "bf16", "int8", "fp:e2m3", "plan:4.5", "nvfp4", "int4:group=64,zero",
+    "liquid@int8", "int4:group=128",
+    "trellis:bits=4,rotate=kn", "int3:group=64,zero", "trellis:bits=3,rotate=kn",
+    "trellis:rotate=kn", "trellis:code=look,rotate=kn",
+)  # fmt: skip
+
+
+def studied() -> dict[tuple[str, str], Row]:
+    """Rows of the model of 1.5 billion parameters, by format and method."""
+    return {(row["spec"], row["method"]): row for row in read("study_qwen2.5-coder-1.5b")}
 
 
 def large() -> str:
-    """A model of billions of weights, on a CPU."""
-    rows = {(row["spec"], row["method"]): row for row in read("study_qwen2.5-coder-1.5b")}
-    out = []
-    for spec, method in LARGE:
-        if row := rows.get((spec, method)):
-            quantizer = "rounded" if method == "rtn" else f"`{method.partition('/')[0]}`"
+    """That model: what has been measured, and the tasks of the formats that were kept for them."""
+    rows, tasks, out = studied(), read("tasks_qwen2.5-coder-1.5b"), []
+    for name in LARGE:
+        own = [row for (spec, method), row in rows.items() if spec == name and method != "kv"]
+        best = min(own, key=lambda row: float(row["kl"]), default=None)
+        for row in own:
+            if row is not best and row["method"] != "rtn":
+                continue
             sizes = [f"{float(row['bits']):.2f}", f"{float(row['gb']):.2f}"]
-            out.append([f"`{spec}`", quantizer, *sizes, loss(row), f"{float(row['kl']):.4f}"])
-    return markdown(["format", "quantizer", "bits", "GB", "loss, nats", "KL"], out, words=2)
+            scored = [loss(row), f"{float(row['kl']):.4f}"]
+            cells = [f"`{name}`", quantizer(row), *sizes, *scored]
+            out.append(cells + (task(row, tasks) if tasks else []))
+    if not out:
+        return ""
+    titles = ["format", "quantizer", "bits", "GB", "loss, nats", "KL"]
+    titles += ["pass@1, %", "calls, %"] if tasks else []
+    return f"{markdown(titles, out, words=2)}\n\n{conditions([*rows.values()])}"
+
+
+def quantizer(row: Row) -> str:
+    names = {"rtn": "rounded", "dense": "16-bit products"}
+    return names.get(row["method"], f"`{row['method']}`")
+
+
+def task(row: Row, tasks: Sequence[Row]) -> list[str]:
+    """Functions that pass and calls that are valid, in percent with standard errors."""
+    name = f"{row['spec']}-{row['method']}".translate(str.maketrans(":,=", "---"))
+    kept = {one["model"]: one for one in tasks}
+    whole = [one for one in tasks if not one["model"].endswith(("-rtn", "-gptq"))]  # the file
+    found = whole[0] if row["method"] == "dense" and whole else kept.get(name)
+    return ["", ""] if found is None else [percent(found, "pass1"), percent(found, "valid")]
+
+
+def percent(row: Row, name: str) -> str:
+    return f"{100 * float(row[name]):.0f} ± {100 * float(row[name + '_error']):.0f}"
+
+
+def conditions(rows: Sequence[Row]) -> str:
+    """On what a study's rows were measured, in words."""
+    sizes = {(int(row["tokens"]), row["windows"].split()[-1], row["gpu"]) for row in rows}
+    said = [f"{n:,} tokens in windows of {window} ({gpu})" for n, window, gpu in sorted(sizes)]
+    samples = {f"{row['samples']} windows of {row['length']}" for row in rows if row["text"]}
+    more = "".join(f"; calibrated on {one}" for one in sorted(samples))
+    return f"*Half English, half Python: {', '.join(said)}{more}.*"
 
 
 def published(spec: str, method: str) -> Row | None:
@@ -85,26 +126,24 @@ def published(spec: str, method: str) -> Row | None:
     return min(rows, key=lambda row: row["tokens"] != TEXT, default=None)
 
 
-# What calibration makes of a small model: format, quantizer of the study, the command's words.
-FIRST = [
-    ("fp:e2m3", "gptq-gradients+pv", "`gptq+gradients`, `refine`"),
-    ("trellis:bits=4,rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
-    ("int4:group=64,zero", "rtn", ""),
-    ("int4:group=64,zero", "gptq", "`gptq`"),
-    ("trellis:bits=3,rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
-    ("trellis:rotate=kn", "gptq-gradients+tune", "`gptq+gradients`, `refine`"),
-]
+# What refining adds on a small model: format, before and after in the study's words.
+FIRST = (
+    ("fp:e2m3", "gptq-gradients", "gptq-gradients+pv"),
+    ("trellis:bits=4,rotate=kn", "gptq-gradients", "gptq-gradients+tune"),
+    ("trellis:bits=3,rotate=kn", "gptq-gradients", "gptq-gradients+tune"),
+    ("trellis:rotate=kn", "gptq-gradients", "gptq-gradients+tune"),
+)
 
 
 def first() -> str:
     out = []
-    for spec, method, words in FIRST:
-        row = published(spec, method)
-        if row is None:
+    for spec, *methods in FIRST:
+        before, after = (published(spec, method) for method in methods)
+        if before is None or after is None:
             return ""
-        cells = [f"{float(row['bits']):.2f}", loss(row), f"{float(row['kl']):.4f}"]
-        out.append([f"`{spec}`", words or "rounded", *cells])
-    return markdown(["format", "quantizer", "bits", "loss, nats", "KL"], out, words=2)
+        cells = [f"{float(after['bits']):.2f}", loss(before), loss(after)]
+        out.append([f"`{spec}`", *cells, f"{float(after['kl']):.4f}"])
+    return markdown(["format", "bits", "`gptq+gradients`", "refined", "KL, refined"], out)
 
 
 FILES = ("Q5_K_M", "Q4_K_M", "IQ4_XS")  # of llama.cpp, of which the table has a line
@@ -178,9 +217,8 @@ HARDWARE = [  # hardware and goal, what to add to the format's name, format, its
     ("8 bits, no data", "", "int8", "rtn", "the same"),
     ("6 bits, no data", "", "fp:e2m3", "rtn", "vLLM's plugin"),
     ("llama.cpp or Ollama", ", calibrated", "int4:group=32", "gptq", "GGUF (Q4_0), exported"),
-    ("4 bits, least loss", ", `gptq+gradients`", "trellis:bits=4,rotate=kn", "gptq-gradients",
-     "vLLM's plugin"),
-    ("3 bits", ", `gptq+gradients`", "trellis:bits=3,rotate=kn", "gptq-gradients", "the same"),
+    ("4 bits, least loss", ", calibrated", "trellis:bits=4,rotate=kn", "gptq", "vLLM's plugin"),
+    ("3 bits", ", calibrated", "trellis:bits=3,rotate=kn", "gptq", "the same"),
     ("2 bits, speed", ", calibrated", "trellis:code=look,rotate=kn", "gptq", "the same"),
     ("2 bits, least loss", ", refined", "trellis:rotate=kn", "gptq-gradients+tune", "the same"),
 ]  # fmt: skip
@@ -193,10 +231,12 @@ def hardware() -> str:
         if row is None:
             return ""
         sizes = [f"{LLAMA_8B.gigabytes(spec):.1f}", f"{LLAMA_70B.gigabytes(spec):.0f}"]
+        large = loss(studied().get((spec, method))).partition(" ")[0]
         star = "" if row["tokens"] == TEXT else "*"
         lost = loss(row).partition(" ")[0] + star
-        out.append([goal, f"`{spec}`{more}", *sizes, lost, also])
-    titles = ["you have, or want", "use", "8B, GB", "70B, GB", "loss, SmolLM2", "also runs in"]
+        out.append([goal, f"`{spec}`{more}", large, lost, *sizes, also])
+    losses = ["loss, 1.5B", "loss, 135M"]
+    titles = ["you have, or want", "use", *losses, "8B, GB", "70B, GB", "also runs in"]
     return markdown(titles, out, words=2)
 
 
