@@ -1,7 +1,11 @@
 """The formats that tests iterate over: every registered name, and options that change layout."""
 
+import torch
+from torch import Tensor
+
 import anybit
-from anybit.core.format import known_formats
+from anybit.core.format import Format, known_formats
+from anybit.core.packed import Packed
 
 OPTIONS = (
     "int1:group=32",
@@ -44,3 +48,12 @@ SCALAR = tuple(
 def columns_of_a_group(spec: str) -> int:
     """Columns that a weight must have a multiple of."""
     return max(entry.group for entry in anybit.get_format(spec).entries().values()) or 1
+
+
+def weight_of(fmt: Format, w: Tensor) -> Packed:
+    """A weight for kernels: W rounded, or random codes of a trellis, whose search takes seconds."""
+    if not fmt.window:
+        return anybit.quantize_tensor(w, fmt)
+    n, k = w.shape
+    codes = torch.randint(1 << fmt.bits, (n, k // fmt.width), dtype=torch.uint8)
+    return Packed.from_codes(fmt, (n, k), codes, fmt.fit(w))

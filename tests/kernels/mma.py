@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
@@ -18,6 +17,7 @@ from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
 from anybit.kernels.reference import quantize_tokens
 from tests.ptx.machine import Machine
 from tests.ptx.state import InUse
+from tests.specs import weight_of
 
 KB = 1024
 GPUS = {
@@ -58,7 +58,7 @@ class Emulated:
         self.machine = Machine(self.ptx)
 
     def weight(self, n: int, k: int) -> Packed:
-        return anybit.quantize_tensor(torch.randn(n, k) * 0.02, self.fmt)
+        return weight_of(self.fmt, torch.randn(n, k) * 0.02)
 
     def layout(self, packed: Packed) -> list[Tensor]:
         return operands.layout(packed, self.kernel.activation)

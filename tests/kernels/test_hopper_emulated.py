@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import anybit
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Pairs
@@ -25,6 +24,7 @@ from tests.kernels import many_experts
 from tests.needs import EVERY_KERNEL
 from tests.ptx.machine import Machine
 from tests.ptx.state import InUse, TensorMap
+from tests.specs import weight_of
 
 pytestmark = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -182,7 +182,7 @@ def in_use(tensor: Tensor | None) -> InUse | int:
 
 
 def packed_weight(scheme: str, n: int, k: int) -> Packed:
-    return anybit.quantize_tensor(torch.randn(n, k) * 0.02, parse_scheme(scheme)[0])
+    return weight_of(parse_scheme(scheme)[0], torch.randn(n, k) * 0.02)
 
 
 def product(weight: Tensor, x: tuple[Tensor, Tensor | None, Tensor | None]) -> Tensor:

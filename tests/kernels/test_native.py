@@ -20,7 +20,7 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.native import activations, backend, build, isa, memory, table
 from tests.needs import pairs
 from tests.pages import place, taken
-from tests.specs import SPECS, columns_of_a_group
+from tests.specs import SPECS, columns_of_a_group, weight_of
 
 K = 576  # a block and a part of one, in groups of 32, 64 and of the row
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}
@@ -82,7 +82,7 @@ def packed(spec: str, n: int = 32, k: int = K) -> Packed:
     n += -n % fmt.tile[0]
     k = {128: 640, 256: 768}.get(columns_of_a_group(spec), k // 64 * 64)
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02
-    return anybit.quantize_tensor(w, fmt)
+    return weight_of(fmt, w)
 
 
 def tokens(m: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:

@@ -42,7 +42,8 @@ class Driver:
 
 driver.set_active(Driver())
 compiled = []
-knobs.compilation.listener = lambda src, cache_hit, **_: cache_hit or compiled.append(src.name)
+lacked = lambda src, cache_hit, **_: cache_hit or compiled.append(src.name)
+knobs.compilation.listener = lacked
 
 from anybit.core.format import get_format
 from anybit.kernels.ahead import Missing, build_for, collected
@@ -94,15 +95,6 @@ for scheme in ("int4:group=64", "int8@int8", "fp6"):
     missed[scheme] = [len(tokens), len(names[0]), len(names[1] - names[0])]
 print(json.dumps(missed))
 """
-TOLD = """
-from anybit.kernels import compilations
-
-told = []
-compilations.watch(told.append)
-for _ in range(2):
-    launches[1]()
-print(json.dumps(told))
-"""
 ABORTING = """
 import os
 from anybit.kernels.triton import ahead
@@ -116,16 +108,20 @@ ABORTED = """
 sys.path.insert(0, sys.argv[2])
 import aborting
 from anybit.errors import Unsupported
+from anybit.kernels import compilations
 from anybit.kernels.triton import ahead
 
-ahead.compile_one, said = aborting.compile_one, []
-for launch in (launches[1], launches[1], launches[2]):
+ahead.compile_one, said, told = aborting.compile_one, [], []
+compilations.watch(told.append)
+listeners = [knobs.compilation.listener, lacked]
+knobs.compilation.listener = lambda **seen: [hear(**seen) for hear in listeners]
+for launch in (launches[1], launches[1], launches[2], launches[2]):
     try:
         launch()
     except Unsupported as error:
         said.append(str(error).partition(";")[0])
 ahead.CHILD.end()
-print(json.dumps([said, Driver.launched, compiled]))
+print(json.dumps([said, Driver.launched, told, compiled]))
 """
 
 
@@ -152,17 +148,13 @@ def test_numbers_of_tokens_that_launch_every_kernel(tmp_path: Path) -> None:
         assert 4 < kernels <= tokens + 2 < 40  # beside products, what quantizes and what decodes
 
 
-def test_a_kernel_is_told_once_with_its_sizes(tmp_path: Path) -> None:
-    before, _, _ = LAUNCH.partition("if sys.argv[2:]")
-    (told,) = run(tmp_path, "1", code=before + TOLD)
-    assert told.startswith("anybit.kernels.triton.activation._token(")
-    assert "=256" in told
-
-
 def test_a_compiler_that_aborts_ends_a_child(tmp_path: Path) -> None:
-    """The next kernel is compiled by another one, and loaded from Triton's cache."""
+    """The next kernel is compiled by another one, loaded from Triton's cache, and told once."""
     (tmp_path / "aborting.py").write_text(ABORTING)
     before, _, _ = LAUNCH.partition("if sys.argv[2:]")
-    said, launched, compiled = run(tmp_path, "1", str(tmp_path), code=before + ABORTED)
+    said, launched, told, compiled = run(tmp_path, "1", str(tmp_path), code=before + ABORTED)
     assert said == 2 * ["Triton's compiler ends its process at the kernel _token"]
-    assert (launched, compiled) == (["_largest", "_likeliest"], [])
+    assert (launched, compiled) == (2 * ["_largest", "_likeliest"], [])
+    assert [text.partition("(")[0].rpartition(".")[2] for text in told] == launched[:2]
+    assert told[0].startswith("anybit.kernels.triton.likeliest._largest(")
+    assert "WIDE=" in told[0]

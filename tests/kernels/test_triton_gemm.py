@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from anybit.nn import op as ops
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
 from tests.needs import EVERY_KERNEL, pairs
-from tests.specs import columns_of_a_group
+from tests.specs import columns_of_a_group, weight_of
 
 pytest.importorskip("triton")
 
@@ -88,13 +89,14 @@ def spec_for(scheme: str) -> str:
     return scheme_name(fmt, activation)
 
 
+@cache
 def packed_of(scheme: str, n: int = N, k: int = K) -> tuple[Packed, str | None]:
     fmt, activation = parse_scheme(spec_for(scheme))
     n += -n % fmt.tile[0]
     if columns_of_a_group(fmt.spec) == 256:
         k = 256 * -(-k // 256)
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
-    return quantize_tensor(w, fmt).to(DEVICE), activation
+    return weight_of(fmt, w).to(DEVICE), activation
 
 
 def multiply(
