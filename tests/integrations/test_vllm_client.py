@@ -16,7 +16,7 @@ REQUESTS, PROMPT, OUTPUT = 12, 48, 16
 
 @pytest.fixture(scope="module")
 def live():
-    with serving(LLM(PICO, device="cpu")) as server:
+    with serving(LLM(PICO, device="cpu"), 1) as server:
         yield server
 
 

@@ -1,6 +1,7 @@
 """A server on a loopback port: a tiny random model with pico's tokenizer.
 
-The engine runs in a thread of the tests' process, and the front end in a process of its own.
+The engine runs in a thread of the tests' process, and the front end in another one, or, where that
+is what is tested, in a process of its own, which takes two seconds of imports.
 """
 
 import shutil
@@ -57,7 +58,7 @@ def certificates_are_read_once() -> Iterator[None]:
 class Live:
     """A running server. service: the engine's side. end: asks it to end.
 
-    server: the front end's side, where that is a thread (`serving(..., inside=True)`).
+    server: the front end's side, where that is a thread.
     """
 
     url: str
@@ -116,15 +117,13 @@ def held(engine: Engine, steps: int = 2) -> Iterator[None]:
 
 
 @contextmanager
-def serving(
-    llm: LLM, inside: bool = False, front_ends: int = 1, wait: bool = True, **options: object
-) -> Iterator[Live]:
-    """A server of a model. inside: whether its front end is a thread here, to look at."""
+def serving(llm: LLM, front_ends: int = 0, wait: bool = True, **options: object) -> Iterator[Live]:
+    """A server of a model. front_ends: processes; 0: a thread here, to look at."""
     settings = Settings(**{"names": ("tiny",), "grace": 5.0} | options)  # type: ignore[arg-type]
     made: list[Server] = []
     with bind("127.0.0.1", 0) as listener, ExitStack() as stack:
         port = listener.getsockname()[1]
-        if inside:
+        if not front_ends:
             ours, theirs = socket.socketpair()
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             create = front.create_app
@@ -173,13 +172,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def inside(tiny: Path) -> Iterator[Live]:
     """A server whose front end can be looked at."""
-    with serving(LLM(tiny, block_size=8), inside=True) as live:
+    with serving(LLM(tiny, block_size=8)) as live:
         yield live
 
 
 @pytest.fixture(scope="session")
 def live(tiny: Path) -> Iterator[Live]:
-    with serving(LLM(tiny, block_size=8, max_running=64)) as live:
+    with serving(LLM(tiny, block_size=8, max_running=64), 1) as live:
         yield live
 
 
@@ -199,11 +198,11 @@ def model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def talking(model: Path) -> Iterator[Live]:
-    with serving(LLM(model, max_running=8), names=("tiny", "alias/small")) as live:
+    with serving(LLM(model, max_running=8), 1, names=("tiny", "alias/small")) as live:
         yield live
 
 
 @pytest.fixture(scope="session")
 def talking_inside(model: Path) -> Iterator[Live]:
-    with serving(LLM(model), inside=True) as live:
+    with serving(LLM(model)) as live:
         yield live

@@ -222,7 +222,7 @@ def test_events_are_utf_8_unless_half_of_a_pair_is_in_them() -> None:
 
 def test_slow_readers_get_all(tiny: Path) -> None:
     """What waits for a reader comes later, in fewer pieces, and in order."""
-    with serving(LLM(tiny)) as live, socket.socket() as client:
+    with serving(LLM(tiny), 1) as live, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", live.port))
         body = SHORT | {"max_tokens": 400, "ignore_eos": True, "n": 4, "stream": True}

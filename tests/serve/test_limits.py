@@ -50,7 +50,7 @@ def ask(live: Live, text: str) -> bytes:
 
 
 def test_heads_and_bodies_have_a_time(tiny: Path) -> None:
-    with serving(LLM(tiny), patience=0.6) as live:
+    with serving(LLM(tiny), 1, patience=0.6) as live:
         start = time.monotonic()
         assert (ask(live, ""), ask(live, HEAD)) == (b"", b"")
         stalled = ask(live, HEAD + 'Content-Length: 100\r\n\r\n{"prompt"')
@@ -67,7 +67,7 @@ def test_heads_and_bodies_have_a_time(tiny: Path) -> None:
 
 
 def test_a_client_that_reads_nothing_is_left(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(LLM(tiny), patience=1.0) as live, socket.socket() as client:
+    with serving(LLM(tiny), 1, patience=1.0) as live, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", live.port))
         body = json.dumps(SHORT | {"max_tokens": 490, "ignore_eos": True, "n": 24,
@@ -250,7 +250,7 @@ def test_flags_reach_the_server(
 def test_the_end_is_short(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Stalled bodies, open connections and slow readers do not outlast the grace, nor shout."""
     with ExitStack() as stack:
-        with serving(LLM(tiny), grace=0.5) as live:
+        with serving(LLM(tiny), 1, grace=0.5) as live:
 
             def open_one(text: str) -> socket.socket:
                 return stack.enter_context(connect(live.port, text))

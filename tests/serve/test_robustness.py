@@ -132,7 +132,7 @@ def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     llm, told = LLM(tiny), []
 
     def serve() -> None:
-        with serving(llm) as live, ThreadPoolExecutor() as pool:
+        with serving(llm, 1) as live, ThreadPoolExecutor() as pool:
 
             def die() -> list:
                 """Once both are being written."""
@@ -164,7 +164,7 @@ def test_a_dead_engine_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_killed_front_end_takes_only_its_requests(tiny: Path) -> None:
     """The engine drops them at once, what another one serves goes on, and a new one starts."""
     llm = LLM(tiny, block_size=8)
-    with serving(llm, front_ends=2) as live, ThreadPoolExecutor() as pool:
+    with serving(llm, 2) as live, ThreadPoolExecutor() as pool:
         assert wait_for(lambda: all(front.ready for front in live.service.fronts.values()))
         fronts = list(live.service.fronts.values())
 
@@ -197,7 +197,7 @@ def test_a_server_that_prepares_steps_is_not_healthy_yet(
 ) -> None:
     llm, prepared = LLM(tiny), threading.Event()
     monkeypatch.setattr(llm.engine, "prepare", lambda: prepared.wait(60) or None)
-    with serving(llm, wait=False) as live:
+    with serving(llm, 1, wait=False) as live:
         try:
             answer = httpx.get(live.url + "/health", timeout=60)
             assert answer.status_code == 503
@@ -229,7 +229,7 @@ def test_the_schema_fuzzed(tiny: Path) -> None:
     """Bodies that fit our OpenAPI schema and bodies that do not: never a 500."""
     import schemathesis  # takes two seconds
 
-    with serving(LLM(tiny, length=48)) as live, httpx.Client(timeout=60) as client:
+    with serving(LLM(tiny, length=48), 1) as live, httpx.Client(timeout=60) as client:
         schema = schemathesis.openapi.from_dict(client.get(live.url + "/openapi.json").json())
         operations = [result.ok() for result in schema.get_all_operations()]
         modes = schemathesis.GenerationMode
@@ -330,7 +330,7 @@ def test_kill_restart_and_graceful_shutdown(start: Callable[[int, float], Proces
 
 
 def test_what_the_grace_does_not_suffice_for_is_told(tiny: Path) -> None:
-    with serving(LLM(tiny, block_size=8), grace=0.0) as live:
+    with serving(LLM(tiny, block_size=8), 1, grace=0.0) as live:
         stream = lines(live.url, LONG | {"n": 128, "logprobs": 20, "stream": True})
         first = next(stream)
         live.end()
