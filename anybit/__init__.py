@@ -1,5 +1,6 @@
 """anybit: linear layers of language models in any number of bits."""
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,13 @@ if not TYPE_CHECKING:  # who checks types shall find misspelled names
     def __getattr__(name: str) -> Any:
         if name not in PUBLIC:
             raise AttributeError(f"module 'anybit' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"anybit.{PUBLIC[name]}"), name)
+        searched = gc.isenabled()
+        gc.disable()  # what is imported stays, and a sixth of the time would go to that search
+        try:
+            value = globals()[name] = getattr(import_module(f"anybit.{PUBLIC[name]}"), name)
+        finally:
+            if searched:
+                gc.enable()
         return value
 
 
