@@ -67,6 +67,7 @@ def undispatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return noted
 
     with monkeypatch.context() as patch:
+        patch.setattr(ops, "product", noting(ops.linear, ops.product))
         for operator, function in ops.FUNCTIONS.items():
             patch.setitem(ops.FUNCTIONS, operator, noting(operator, function))
         yield called

@@ -274,19 +274,8 @@ class QuantLinear(Quantized):
         """The layer for a program that may run elsewhere: from its buffers, which it decodes."""
         around, stored = Around.of(self._buffers), self._stored()
         scheme = scheme_name(self.format.plain(), self.activation)
-        y = ops.run(
-            ops.linear,
-            around.before(x),
-            stored,
-            around.inside(self.bias),
-            scheme,
-            self.out_features,
-            "reference",
-            None,
-            None,
-            None,
-            stored,
-        )
+        own = stored, around.inside(self.bias), scheme, self.out_features, "reference"
+        y = ops.linear(around.before(x), *own, *ops.Call(stored=stored))
         return around.after(y, self.bias)
 
     def _stored(self) -> list[Tensor]:

@@ -95,9 +95,9 @@ class Multiplier(Frozen):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.scheme = scheme_name(prepared.format, prepared.activation)
         self.out_features, self.in_features = prepared.shape
-        kernels = get_backend(backend)
+        self.kernels = get_backend(backend)
         self.restores = around.rotate_out is not None and prepared.activation is None
-        self.restores &= kernels.does(Backend.linear_restored)
+        self.restores &= self.kernels.does(Backend.linear_restored)
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ class Multiplier(Frozen):
         vector = self.around.rotate_out if self.leaves else None
         if vector is None or len(x if isinstance(x, Tensor) else x.codes) > self.leaves:
             return self.multiply(x, self.bias)
-        y, bias = self.product(x, self.bias), self.bias
+        y, bias = self.multiply(x, self.bias, turns=False), self.bias
         return Unturned(y, vector.flatten(), None if bias is None else bias.to(y.dtype))
 
     def multiply(
@@ -160,6 +160,7 @@ class Multiplier(Frozen):
         bias: Tensor | None,
         stored: list[Tensor] | None = None,
         versions: list[int] | None = None,
+        turns: bool = True,
     ) -> Tensor:
         """x (..., K) -> (..., N) in the dtype of x.
 
@@ -168,67 +169,62 @@ class Multiplier(Frozen):
             bias: (N,), or None.
             stored: the tensors that the layout was made from, for the gradient of x.
             versions: of these at that time, where compiled code is to look at them in each call.
+            turns: whether outputs are rotated where the weight is; they lack the bias otherwise.
         """
-        if self.restores and isinstance(x, Tensor):
-            self._check_device(x)
-            call = ops.Call(stored=stored, versions=versions, vectors=self.around.vectors)
-            return self._run(x, bias, call)
-        return self.around.after(self.product(x, bias, stored, versions), bias)
-
-    def product(
-        self,
-        x: Tensor | Activations,
-        bias: Tensor | None,
-        stored: list[Tensor] | None = None,
-        versions: list[int] | None = None,
-    ) -> Tensor:
-        """`multiply` before what `around` does after the product."""
-        call = ops.Call(stored=stored, versions=versions)
-        rotated, pairs = False, None
-        if isinstance(x, Activations):
-            wanted = CODES.get(self.activation or "")
-            if x.codes.dtype not in (wanted, x.dtype):
-                raise InvalidType(
-                    f"{self}: x is quantized to {x.codes.dtype}, and it multiplies "
-                    f"{wanted or 'plain activations'}; pass it what they were quantized from"
-                )
-            rotates = self.around.rotate_in is not None
-            if x.rotated != rotates:
-                raise InvalidInput(
-                    f"{self}: x was quantized {'after' if x.rotated else 'without'} a rotation, "
-                    f"and its weight is {'' if rotates else 'not '}rotated"
-                )
-            if x.codes.dtype == wanted:
-                call = ops.Call(x.scale, x.sums, x.dtype, stored, versions)
-            rotated, pairs, x = x.rotated, x.pairs, x.codes
-        self._check_device(x)
-        if not rotated:
-            x = self.around.before(x)
-        inside, lead = self.around.inside(bias), x.shape[:-1]
-        if call.scale is None and not torch.compiler.is_compiling():
+        around, pairs, vectors = self.around, None, None
+        rows: Tensor | Activations = x if isinstance(x, Tensor) else self._given(x)
+        codes = rows if isinstance(rows, Tensor) else rows.codes
+        if codes.device != self.device:
+            raise InvalidInput(f"x is on {codes.device}, and {self} on {self.device}")
+        inside, lead = around.inside(bias), codes.shape[:-1]
+        if self.restores and turns and isinstance(x, Tensor):
+            vectors, inside = around.vectors, bias
+        elif isinstance(x, Tensor) or not x.rotated:
+            codes = around.before(codes)
+            rows = codes if isinstance(rows, Tensor) else rows._replace(codes=codes)
+        if isinstance(rows, Activations):
+            pairs = rows.pairs
+            lead = lead if pairs is None else torch.Size([pairs.tokens])
+        elif not torch.compiler.is_compiling():
             pairs = ANSWERS.of(self.activation, math.prod(lead))
             if pairs:
-                x, dtype = x.flatten(0, -2), x.dtype
-                x, scale, sums = of(x).quantize(x, "int8", pairs)
-                call = ops.Call(scale, sums, dtype, stored, versions)
-        elif pairs:
-            lead = torch.Size([pairs.tokens])
-        joins = pairs is not None and get_backend(self.backend).joins
-        if pairs and joins:
-            call = call._replace(pairs=pairs.count)
-        y = self._run(x, inside if joins or not pairs else None, call)
+                codes = codes.flatten(0, -2)
+                codes, scale, sums = of(codes).quantize(codes, "int8", pairs)
+                rows = Activations(codes, scale, sums, x.dtype, pairs=pairs)
+        joins = pairs is None or self.kernels.joins
+        if not joins:
+            assert isinstance(rows, Activations)
+            rows = rows._replace(pairs=None)
+        added = inside if joins else None
+        if ops.watched(codes):
+            call = ops.Call(stored=stored, versions=versions, vectors=vectors)
+            if isinstance(rows, Activations):
+                call = call._replace(scale=rows.scale, sums=rows.sums, dtype=rows.dtype)
+                call = call._replace(pairs=rows.paired)
+            own = self.prepared.layout, added, self.scheme, self.out_features, self.backend
+            y = ops.linear(codes, *own, *call)
+        else:
+            y = ops.product(self.kernels, rows, self.prepared, added, vectors)
         if pairs:
             y = y[: pairs.tokens] if joins else of(y).join(y, pairs, inside)
             y = y.view(*lead, -1)
-        return y
+        return around.after(y, bias) if turns and vectors is None else y
 
-    def _run(self, x: Tensor, bias: Tensor | None, call: ops.Call) -> Tensor:
-        own = self.prepared.layout, bias, self.scheme, self.out_features, self.backend
-        return ops.run(ops.linear, x, *own, *call)
-
-    def _check_device(self, x: Tensor) -> None:
-        if x.device != self.device:
-            raise InvalidInput(f"x is on {x.device}, and {self} on {self.device}")
+    def _given(self, x: Activations) -> Tensor | Activations:
+        """Activations as the weight wants them; those that are only rotated as a tensor."""
+        wanted = CODES.get(self.activation or "")
+        if x.codes.dtype not in (wanted, x.dtype):
+            raise InvalidType(
+                f"{self}: x is quantized to {x.codes.dtype}, and it multiplies "
+                f"{wanted or 'plain activations'}; pass it what they were quantized from"
+            )
+        rotates = self.around.rotate_in is not None
+        if x.rotated != rotates:
+            raise InvalidInput(
+                f"{self}: x was quantized {'after' if x.rotated else 'without'} a rotation, "
+                f"and its weight is {'' if rotates else 'not '}rotated"
+            )
+        return x if x.codes.dtype == wanted else x.codes
 
 
 def chosen(

@@ -14,7 +14,7 @@ from anybit.core.planes import segments
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidType, Unsupported
 from anybit.kernels.ahead import Uncompiled
-from anybit.kernels.backend import Activations, Pairs, Prepared
+from anybit.kernels.backend import Activations, Backend, Pairs, Prepared
 from anybit.kernels.between import of
 from anybit.kernels.registry import get_backend
 
@@ -75,35 +75,51 @@ def multiply(
     if backend != "reference" and call.stored and call.written():
         decoding(scheme)
         layout, backend = call.stored, "reference"
-    if x.is_cuda and x.device.index != torch.cuda.current_device():  # kernels run on the current
-        with torch.cuda.device(x.device):
-            return multiply(x, layout, bias, scheme, n, backend, *call)
-    k = x.shape[-1]
-    if len(x.shape) != 2:
-        scale, sums = (None if t is None else t.reshape(-1) for t in call[:2])
-        call = call._replace(scale=scale, sums=sums)
-        y = multiply(x.reshape(-1, k), layout, bias, scheme, n, backend, *call)
-        return y.view(*x.shape[:-1], n)
     fmt, activation = parse_scheme(scheme)
-    prepared = Prepared(fmt, (n, k), activation, tuple(layout))
+    prepared = Prepared(fmt, (n, x.shape[-1]), activation, tuple(layout))
     rows: Tensor | Activations = x
     if call.scale is not None:
         if call.sums is None or call.dtype is None:
             raise InvalidType("quantized activations need scale, sums and dtype")
         both = None if call.pairs is None else Pairs(call.pairs, len(x), len(x))
         rows = Activations(x, call.scale, call.sums, call.dtype, pairs=both)
-    kernels = get_backend(backend)
+    return product(get_backend(backend), rows, prepared, bias, call.vectors)
+
+
+def product(
+    kernels: Backend,
+    x: Tensor | Activations,
+    prepared: Prepared,
+    bias: Tensor | None,
+    vectors: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """What the operator does: x (..., K) -> (..., N). vectors: as in `Call`."""
+    codes = x.codes if isinstance(x, Activations) else x
+    if codes.is_cuda and codes.device.index != torch.cuda.current_device():  # where kernels run
+        with torch.cuda.device(codes.device):
+            return product(kernels, x, prepared, bias, vectors)
+    lead, k = codes.shape[:-1], codes.shape[-1]
+    if len(lead) != 1:
+        codes = codes.reshape(-1, k)
+        if isinstance(x, Activations):
+            x = x._replace(codes=codes, scale=x.scale.reshape(-1), sums=x.sums.reshape(-1))
+        else:
+            x = codes
     try:
-        if not (vectors := call.vectors):
-            return kernels.linear(rows, prepared, bias)
-        whole = kernels.linear_restored(x, prepared, vectors, bias)
-        if whole is not None:
-            return whole
-        y = kernels.linear(turn(x, vectors[0], False), prepared, None)
-        y = turn(y, vectors[1], True)
-        return y if bias is None else y + bias.to(y.dtype)
+        if vectors:
+            assert isinstance(x, Tensor)
+            whole = kernels.linear_restored(x, prepared, vectors, bias)
+            if whole is not None:
+                y = whole
+            else:
+                y = kernels.linear(turn(x, vectors[0], False), prepared, None)
+                y = turn(y, vectors[1], True)
+                y = y if bias is None else y + bias.to(y.dtype)
+        else:
+            y = kernels.linear(x, prepared, bias)
     except Uncompiled:
-        return x.new_zeros(len(x), n, dtype=call.dtype or x.dtype)
+        y = codes.new_zeros(len(codes), prepared.shape[0], dtype=x.dtype)
+    return y if len(lead) == 1 else y.view(*lead, prepared.shape[0])
 
 
 @cache

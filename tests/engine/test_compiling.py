@@ -10,9 +10,10 @@ from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
 from anybit.engine.weights import Dense
 from anybit.kernels import ahead
-from anybit.kernels.backend import Activations, Prepared
+from anybit.kernels.backend import Activations, Backend, Prepared
 from anybit.kernels.between import of
 from anybit.nn import op
+from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import PICO
 
 
@@ -38,7 +39,7 @@ def test_kernels_of_all_steps_are_compiled_together(
     together: list[set[str]] = []
     one_by_one: list[str] = []
 
-    class Stand:
+    class Stand(Backend):
         def linear(self, x: torch.Tensor | Activations, prepared: Prepared, bias: None) -> object:
             codes = x.codes if isinstance(x, Activations) else x
             assert ("@" in scheme) == (prepared.activation is not None)
@@ -60,7 +61,10 @@ def test_kernels_of_all_steps_are_compiled_together(
         together.append(there - before)
         return ["it does not compile" if fails else "" for fails in broken]
 
-    monkeypatch.setattr(op, "get_backend", lambda name: Stand())
+    for layer in runner.model.modules():
+        if isinstance(layer, Multiplier):
+            layer.kernels = Stand()
+    monkeypatch.setattr(op, "get_backend", lambda name: Stand())  # of steps that are recorded
     monkeypatch.setattr(ahead, "side_by_side", side_by_side)
     with torch.inference_mode():
         ready.captured(graphs)

@@ -21,6 +21,7 @@ from anybit.kernels.backend import (
 from anybit.kernels.cute import cells, operands
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.cute.launch import loaded
+from anybit.kernels.cute.products import on_its_device
 
 
 class CuteBackend(Backend):
@@ -87,5 +88,5 @@ class CuteBackend(Backend):
         """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
         check_half(x, self.name)
         given = operands.tokens(x, prepared)
-        y: Tensor = self.scalar.multiply(*given, prepared, None, x.dtype, starts=starts)
-        return y
+        multiply = on_its_device(self.scalar.multiply)
+        return multiply(*given, prepared, None, x.dtype, starts=starts)

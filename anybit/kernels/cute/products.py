@@ -66,7 +66,7 @@ def on_its_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def launching(x: Tensor, *args: Any, **more: Any) -> Tensor:
-        if x.device.index == torch.cuda.current_device():
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
             return function(x, *args, **more)
         with torch.cuda.device(x.device):
             return function(x, *args, **more)

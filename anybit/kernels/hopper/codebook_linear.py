@@ -72,13 +72,12 @@ def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], 
     assert isinstance(d, LookupDecoder)
 
     def call(way: Plan | Tile) -> Callable[[Prepared], Tensor]:
-        return lambda weight: multiply(x, weight, None, way)
+        return lambda weight: on_its_device(multiply)(x, weight, None, way)
 
     every = ways(d, len(x), *prepared.shape, chip_of(x.device))
     return {way.name: call(way) for _, way in every}
 
 
-@on_its_device
 def multiply(
     x: Tensor, prepared: Prepared, bias: Tensor | None, way: Plan | Tile | None = None
 ) -> Tensor:

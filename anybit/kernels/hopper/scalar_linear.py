@@ -110,12 +110,11 @@ def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], 
     d, chip = decoder_for(prepared.format, given[0].dtype), chip_of(x.device)
 
     def call(way: Choice) -> Callable[[Prepared], Tensor]:
-        return lambda weight: multiply(*given, weight, None, x.dtype, way)
+        return lambda weight: on_its_device(multiply)(*given, weight, None, x.dtype, way)
 
     return {way.name: call(way) for _, way in choices.ways(d, len(x), *prepared.shape, chip)}
 
 
-@on_its_device
 def multiply(
     x: Tensor,
     scale: Tensor | None,

@@ -12,7 +12,7 @@ from anybit.kernels.cute import products
 from anybit.kernels.cute.cells import ROWS, cut, multiply_decoded
 from anybit.kernels.cute.launch import loaded
 from anybit.kernels.cute.operands import NAMES, aligned
-from anybit.kernels.cute.products import CodebookLaunch, on_its_device
+from anybit.kernels.cute.products import CodebookLaunch
 from anybit.kernels.mma import codebook_tiles
 from anybit.kernels.mma.codebook_tiles import CodebookKernel
 from anybit.kernels.mma.tiles import Gpu, gpu_of
@@ -24,7 +24,6 @@ def kernels_of(layer: LayerSpec, dtype: torch.dtype, gpu: Gpu) -> list[CodebookK
     return [kernel] if kernel else []
 
 
-@on_its_device
 def multiply(
     x: Tensor,
     prepared: Prepared,

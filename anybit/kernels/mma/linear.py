@@ -27,13 +27,12 @@ def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], 
 
     def call(tile: Tile) -> Callable[[Prepared], Tensor]:
         kernel = tiles.kernel_of(decoder, gpu, tile, NAMES[x.dtype])
-        return lambda weight: multiply(*given, weight, None, x.dtype, kernel)
+        return lambda weight: on_its_device(multiply)(*given, weight, None, x.dtype, kernel)
 
     every = tiles.tried(decoder, gpu, len(x), prepared.shape[0])
     return {tile.name: call(tile) for tile in every}
 
 
-@on_its_device
 def multiply(
     x: Tensor,
     scale: Tensor | None,

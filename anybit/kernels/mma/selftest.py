@@ -151,11 +151,12 @@ def main(facts: Sequence[str]) -> None:
         get_format(spec), activation or None, (int(n), int(k)), where, getattr(torch, dtype)
     )
     assert layer.dtype is not None
-    for kernel in kernels_of(layer, layer.dtype, gpu_of(where), bool(experts)):
-        name = kernel_file(kernel).name
-        if name not in verdicts(where):
-            record(where, {name: "its process died"})
-            record(where, {name: verdict(layer, kernel)})
+    with torch.cuda.device(where):  # on which kernels are launched
+        for kernel in kernels_of(layer, layer.dtype, gpu_of(where), bool(experts)):
+            name = kernel_file(kernel).name
+            if name not in verdicts(where):
+                record(where, {name: "its process died"})
+                record(where, {name: verdict(layer, kernel)})
 
 
 # The test itself.
