@@ -326,6 +326,15 @@ def groups_near(k: int, group: int) -> str:
 
 FORMATS: dict[str, type[Format]] = {}
 FormatClass = TypeVar("FormatClass", bound=type[Format])
+Parsed = TypeVar("Parsed")
+_caches: list[Any] = []
+
+
+def parser(function: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """`functools.cache` of what a string means, until another format is registered."""
+    _caches.append(cache(function))
+    found: Callable[[str], Parsed] = _caches[-1]
+    return found
 
 
 def register(*names: str) -> Callable[[FormatClass], FormatClass]:
@@ -353,7 +362,8 @@ def register(*names: str) -> Callable[[FormatClass], FormatClass]:
                     f"format {name!r} is already registered by {path(known)}; choose another name"
                 )
             FORMATS[name] = cls
-        parsed.cache_clear()
+        for each in _caches:
+            each.cache_clear()
         return cls
 
     return add
@@ -385,7 +395,7 @@ def get_format(spec: "str | Format") -> Format:
     return parsed(own.lower())
 
 
-@cache
+@parser
 def parsed(spec: str) -> Format:
     """The format of a spec string with anybit's own names, as they are written."""
     if "@" in spec:

@@ -1,12 +1,13 @@
 """Schemes: a format and, after an "@", the dtype that activations are quantized to."""
 
-from anybit.core.format import Format, get_format
+from anybit.core.format import Format, get_format, parser
 from anybit.core.names import own_spec
 from anybit.errors import InvalidInput, near
 
 ACTIVATIONS = ("int8", "fp8")
 
 
+@parser
 def parse_scheme(scheme: str) -> tuple[Format, str | None]:
     """`"liquid@int8"` -> (the format, "int8"): a layer's weight format and activation notation."""
     spec, at, activation = own_spec(scheme).partition("@")

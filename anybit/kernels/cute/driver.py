@@ -127,7 +127,9 @@ class Launcher:
     def fill(self, frame: Frame, values: Mapping[str, Any]) -> None:
         """Write the parameters."""
         for name in self.names:
-            setattr(frame.arguments, name, address_of(values[name]))
+            what = values[name]
+            address = what if isinstance(what, int) else 0 if what is None else what.data_ptr()
+            setattr(frame.arguments, name, address)
 
     def frame(self) -> Frame:
         """This thread's."""
@@ -142,13 +144,6 @@ class Launcher:
 def driver() -> Any:
     """libcuda. Raises OSError where there is none."""
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-
-
-def address_of(what: torch.Tensor | int | None) -> int:
-    """A tensor's, or an address itself; 0 for None."""
-    if isinstance(what, int):
-        return what
-    return 0 if what is None else what.data_ptr()
 
 
 def call(name: str, *args: Any) -> None:

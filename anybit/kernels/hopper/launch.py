@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybit.kernels.cute.driver import LARGE_CLUSTERS, Frame, Launcher, address_of, call
+from anybit.kernels.cute.driver import LARGE_CLUSTERS, Frame, Launcher, call
 from anybit.kernels.cute.launch import CodebookLauncher, GemmArguments, structure
 
 ARCHITECTURE = "sm_90a"
@@ -47,7 +47,7 @@ class GemmLauncher(Launcher):
         super().fill(frame, values)
         a, x = frame.arguments, values["x"]
         m, k = x.shape
-        ctypes.memmove(a.x_map, tensor_map(address_of(x), m, k, x.dtype, self.box), 128)
+        ctypes.memmove(a.x_map, tensor_map(x.data_ptr(), m, k, x.dtype, self.box), 128)
         a.x_shape[0], a.x_shape[1], a.accumulate = m, k, 1
 
 
