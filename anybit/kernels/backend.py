@@ -258,9 +258,12 @@ def adopted(found: object) -> Backend:
     """An object with names of a `Backend`, such as a module, as one: it may lack the later ones."""
     if isinstance(found, Backend):
         return found
+
+    def asked(name: str) -> property:
+        return property(lambda self: getattr(found, name))
+
     names = [name for name in vars(Backend) if name[0] != "_" and hasattr(found, name)]
-    own = {name: property(lambda self, name=name: getattr(found, name)) for name in names}
-    backend: Backend = type("Adopted", (Backend,), own)()
+    backend: Backend = type("Adopted", (Backend,), {name: asked(name) for name in names})()
     return backend
 
 
