@@ -44,16 +44,23 @@ CLUSTER = {"clusters": 1700, "uneven": 0.2}
 MEETING = {"late": 0.2, "meet": 1800, "joined": 0.2, "crowd": 0.03, "apart": 0.02, "again": 0.4}
 MMA = {"multiply": 0.1, "decode": 0.1, "step": 5, "alone_multiply": 0.3, "alone_decode": 0.3,
        "wait": 300, "parts": 1.5}  # fmt: skip
+
+
+def without(names: str, *some: dict[str, float]) -> dict[str, float]:
+    """All of some costs, but for those that change no choice by 1 % of its time."""
+    return {k: v for each in some for k, v in each.items() if k not in names.split()}
+
+
 FIRST: dict[str, dict[str, float]] = {
-    "wgmma": {**OWN, **SHARED, **CLUSTER, **MEETING},
+    "wgmma": without("copying", OWN, SHARED, CLUSTER, MEETING),
     "mma": {**MMA, **SHARED, "start": 1500, "ends": 1, "turns": 50, "uneven": 0.25},
-    "experts": {**OWN, **SHARED, "start": 8000, "turns": 200, "again": 0.6},
-    "few": {**MMA, **SHARED, "start": 3500, "turns": 50},
-    "lookup": {**OWN, **SHARED, **CLUSTER, **MEETING},
+    "experts": {**without("alone_decode copying copied", OWN, SHARED), "start": 8000,
+                "again": 0.6},
+    "few": {**without("step", MMA, SHARED), "start": 3500, "turns": 50},
+    "lookup": without("clusters copied copying late parts step", OWN, SHARED, CLUSTER, MEETING),
     "codebook": {"multiply": 300, "decode": 70, "start": 5000, "turns": 50, "meet": 600,
-                 "clusters": 500, "read": 0.95, "body": 1.5, "wait": 100},
-    "psumbook": {"multiply": 300, "decode": 70, "start": 5000, "turns": 50, "meet": 600,
-                 "clusters": 500, "read": 0.95, "body": 1.5, "wait": 100},
+                 "read": 0.95, "body": 1.5},
+    "psumbook": {"start": 5000, "turns": 50, "meet": 600, "read": 0.95},
     "decode": {"decode": 1.0, "step": 50, "start": 3000, "read": 1.1, "body": 3},
     "library": {"multiply": 1.3, "start": 5000, "read": 1.2, "body": 3},
 }  # fmt: skip
