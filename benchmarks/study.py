@@ -378,7 +378,8 @@ class Work:
         """The model, stored bits a weight of its quantized layers, and bytes of the whole model."""
         model = self.fresh()
         if method == "dense":
-            return running(model, torch.bfloat16), 16.0, sum(p.nbytes for p in model.parameters())
+            nbytes = sum(p.nbytes for p in model.parameters())
+            return running(model, torch.bfloat16), 16.0, nbytes
         make = CALIBRATED.get(method)
         quantizer = make(self.calibration(self.settings.samples)) if make else DATA_FREE[method]()
         scheme: Any = spec
@@ -390,9 +391,10 @@ class Work:
             name = f"{spec}-{method}".translate(str.maketrans(":,=", "---"))
             anybit.save(model, self.settings.keep / name)
         layers = [layer.packed for layer in model.modules() if isinstance(layer, QuantLinear)]
-        nbytes = sum(packed.nbytes() for packed in layers)
-        bits = 8 * nbytes / sum(packed.shape[0] * packed.shape[1] for packed in layers)
-        return running(model), bits, nbytes + sum(p.nbytes for p in model.parameters())
+        packed = sum(layer.nbytes() for layer in layers)
+        bits = 8 * packed / sum(layer.shape[0] * layer.shape[1] for layer in layers)
+        nbytes = packed + sum(p.nbytes for p in model.parameters())
+        return running(model), bits, nbytes
 
     def cached(self, name: str) -> tuple[Any, float, float]:
         """The model as it is with a KV cache, and bits a number of that, scales included."""

@@ -75,6 +75,7 @@ def test_rows_of_weights_and_of_caches(run, tmp_path: Path) -> None:
     assert 0 < noise < eight < four < 1
     assert 0 < cache < 1
     assert [float(row["bits"]) for row in rows] == [16, 8.052, 4.375, 5.0]
+    assert [row["gb"] for row in rows] == ["0.015", "0.008", "0.006", "0.015"]  # one tied matrix
     assert (rows[2]["samples"], rows[2]["text"]) == ("2", "mixed")
     kept = json.loads((tmp_path / "int4-group-64-zero-gptq" / "config.json").read_text())
     assert "quantization_config" in kept
