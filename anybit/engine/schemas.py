@@ -120,6 +120,7 @@ class Rewriter:
         # Of a part that is merged with others: names and patterns of properties of all of them.
         self.joined: dict[int, tuple[dict[str, None], dict[str, None]]] = {}
         self.groups: set[frozenset[int]] = set()  # of parts that were joined
+        self.merged = self.steps = 0  # characters of names that objects have got; parts
 
     def whole(self) -> dict[str, Any]:
         out: dict[str, Any] = self.schema(self.root)
@@ -128,11 +129,6 @@ class Rewriter:
             raise InvalidInput("the JSON schema: x-guidance is not an object")
         out["x-guidance"] = GUIDANCE | given
         merged = [self.joined.get(id(source)) or ({}, {}) for source, _ in self.open]
-        if sum(sum(map(len, names)) for names, _ in merged) > MERGED:
-            raise InvalidInput(
-                "the JSON schema: objects that are merged (allOf) have too many names; give them "
-                "additionalProperties: false"
-            )
         for (_, inner), (names, patterns) in zip(self.open, merged, strict=True):
             name_keys(inner, names, patterns)
         scale = math.lcm(*(m.denominator for m in self.multiples))
@@ -202,21 +198,34 @@ class Rewriter:
         group, parts = frozenset(unique), [*unique.values()]
         if group in self.groups or sum(map(self.depth, schemas)) < 2:
             return
-        if len(self.groups) * len(parts) > STEPS:
-            raise InvalidInput("the JSON schema: too many parts are merged; make it smaller")
         self.groups.add(group)
         names = dict.fromkeys(declared(parts))
         mapped = [part for part in parts if isinstance(part.get("patternProperties"), dict)]
         patterns = {pattern(each): None for part in mapped for each in part["patternProperties"]}
         rests = [part.get("additionalProperties") for part in parts]
         rests += [inner for part in mapped for inner in part["patternProperties"].values()]
-        for part in parts:
+        rests = [rest for rest in rests if isinstance(rest, dict)]
+        opened = [part for part in parts if part.get("additionalProperties") is not False]
+        self.merged += len(opened) * sum(map(len, names))
+        if self.merged > MERGED:
+            raise InvalidInput(
+                "the JSON schema: objects that are merged (allOf) have too many names; give them "
+                "additionalProperties: false"
+            )
+        for part in opened:
             known = self.joined.setdefault(id(part), ({}, {}))
             known[0].update(names)
             known[1].update(patterns)
-        properties = [part["properties"] for part in parts if type(part.get("properties")) is dict]
-        for name in names:
-            self.join([*(each[name] for each in properties if name in each), *rests])
+        inside: dict[str, list[Any]] = {}
+        for part in parts:
+            properties = part.get("properties")
+            for name, inner in properties.items() if isinstance(properties, dict) else ():
+                inside.setdefault(name, []).append(inner)
+        self.steps += len(parts) + len(inside) * len(rests)
+        if self.steps > STEPS:
+            raise InvalidInput("the JSON schema: too many parts are merged; make it smaller")
+        for inners in inside.values():
+            self.join([*inners, *rests])
         self.join(rests)
         items = [part.get(key) for part in parts for key in ("items", "prefixItems")]
         self.join([each for item in items for each in (item if type(item) is list else [item])])

@@ -197,6 +197,10 @@ def test_references_that_double_take_no_time() -> None:
     json_rule(schema | {"oneOf": [{"$ref": "#/$defs/d0"}, {"type": "integer"}]})
     tagged = [tag(str(i)) for i in range(400)]
     json_rule({"oneOf": tagged})
+    closed = [{"properties": {f"k{i}": {}}, "additionalProperties": False} for i in range(2000)]
+    json_rule({"allOf": closed})
+    with pytest.raises(InvalidInput, match="too many names"):
+        json_rule({"allOf": [{"properties": {f"k{i}": {}}} for i in range(2000)]})
     assert time.process_time() - begun < 2
 
 
