@@ -10,7 +10,7 @@ from anybit.engine.structured import Structured, by_number
 from anybit.errors import AnybitError, InvalidInput, in_a_line
 from anybit.serve.harmony import Harmony
 from anybit.serve.model import Model
-from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool
+from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool, OnlyTools
 from anybit.serve.reading import Plain, Reader, Thoughts
 from anybit.serve.texts import Job, room
 from anybit.serve.tools import FAMILIES, Either, Family, family_of
@@ -91,8 +91,9 @@ class Dialect:
             assert self.family is not None
             if structured.json is None:
                 raise InvalidInput(
-                    "tools, and models that write channels (harmony), do not go with a regex, a "
-                    "choice or a grammar; give response_format, or say tool_choice: none"
+                    f"{'tools' if tools else 'models that write channels (harmony)'} do not go "
+                    "with a regex, a choice or a grammar; give response_format"
+                    f"{', leave out one of them, or say tool_choice: none' if tools else ''}"
                 )
             several = body.parallel_tool_calls is not False
             schema = structured.json
@@ -150,7 +151,11 @@ class Dialect:
                 f"known; start the server with --tool-parser ({', '.join(FAMILIES)}), or leave "
                 "out tools"
             )
-        return [tool.model_dump(exclude_none=True) for tool in body.tools]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        if isinstance(body.tool_choice, OnlyTools):
+            names = [tool.function.name for tool in body.tool_choice.allowed_tools.tools]
+            tools = [named(tools, name) for name in names]
+        return tools
 
     def _begun(self, body: ChatRequest) -> str | None:
         """The text that the answer goes on with; None: it is a message of its own."""
@@ -172,10 +177,7 @@ class Dialect:
         assert self.family is not None
         several = body.parallel_tool_calls is not False
         if isinstance(body.tool_choice, NamedTool):
-            name, several = body.tool_choice.function.name, False
-            tools = [tool for tool in tools if tool["function"]["name"] == name]
-            if not tools:
-                raise InvalidInput(f"tool_choice names {name!r}, which is not among the tools")
+            tools, several = [named(tools, body.tool_choice.function.name)], False
         return Structured(grammar=self.family.forced(tools, several, self._mark))
 
     def _mark(self, mark: str) -> str:
@@ -243,7 +245,17 @@ class Dialect:
 
 def forces(body: ChatRequest) -> bool:
     """Whether an answer must call a tool."""
+    if isinstance(body.tool_choice, OnlyTools):
+        return body.tool_choice.allowed_tools.mode == "required"
     return body.tool_choice not in (None, "none", "auto")
+
+
+def named(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The tool of a name that tool_choice gives."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    raise InvalidInput(f"tool_choice names {name!r}, which is not among the tools")
 
 
 def arguments(call: Any) -> Any:

@@ -14,6 +14,7 @@ from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text
 from anybit.serve.encoding import Frame, around, event
 from anybit.serve.events import Events
+from anybit.serve.fields import ANNOTATIONS, Body, Replayed, offers, reads
 from anybit.serve.protocol import ChatMessage, ChatRequest, plain
 from anybit.serve.reading import Plain
 from anybit.serve.server import Server
@@ -21,38 +22,67 @@ from anybit.serve.server import Server
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class TextPart(protocol.Replayed):
+class TextPart(Replayed):
     type: Literal["text"]
     text: str
 
 
-class ThinkingPart(protocol.Replayed):
+class ThinkingPart(Replayed):
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedPart(protocol.Replayed):
+class RedactedPart(Replayed):
     """Thoughts that only Anthropic can read."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUsePart(protocol.Replayed):
+class ToolUsePart(Replayed):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any] | None
 
 
+class TextSource(Body):
+    """A document that is text. media_type: its only one, by the protocol."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class DocumentPart(Replayed):
+    type: Literal["document"]
+    source: Annotated[TextSource, reads("text")]
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its parts as lines of the message."""
+        return "\n".join(filter(None, (self.title, self.context, self.source.data))) + "\n"
+
+
 Texts = Annotated[
     Annotated[str, Tag("[text]")]
-    | Annotated[list[Annotated[TextPart, protocol.reads("text")]], Tag("[parts]")],
+    | Annotated[
+        list[
+            Annotated[
+                TextPart | DocumentPart,
+                Field(discriminator="type"),
+                reads("text", "document"),
+            ]
+        ],
+        Tag("[parts]"),
+    ],
     protocol.PARTS,
 ]
 
 
-class ToolResultPart(protocol.Replayed):
+class ToolResultPart(Replayed):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts | None = None
@@ -60,13 +90,13 @@ class ToolResultPart(protocol.Replayed):
 
 
 AnyPart = Annotated[
-    TextPart | ThinkingPart | RedactedPart | ToolUsePart | ToolResultPart,
+    TextPart | DocumentPart | ThinkingPart | RedactedPart | ToolUsePart | ToolResultPart,
     Field(discriminator="type"),
-    protocol.reads("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    reads("text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 
 
-class MessageParam(protocol.Replayed):
+class MessageParam(Replayed):
     role: Literal["user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("[text]")]
@@ -75,21 +105,25 @@ class MessageParam(protocol.Replayed):
     ]
 
 
-class ToolParam(protocol.Replayed):
+class ToolParam(Replayed):
+    # How arguments are streamed, and samples of them.
+    passes = ANNOTATIONS | {"eager_input_streaming", "input_examples"}
+
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
-class ToolChoice(protocol.Request):
+class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(protocol.Request):
+class OutputConfig(Body):
     """effort: "high" is the same as none, by the protocol."""
 
     format: protocol.FlatSchema | None = None
@@ -106,7 +140,7 @@ class Thinking(protocol.Thinking):
         return self
 
 
-class CountRequest(protocol.Request):
+class CountRequest(Body):
     """POST /v1/messages/count_tokens: a conversation."""
 
     passes = frozenset(("cache_control",))  # prefixes are always cached
@@ -114,7 +148,7 @@ class CountRequest(protocol.Request):
     model: str
     messages: list[MessageParam] = Field(min_length=1, fail_fast=True)
     system: Texts | None = None
-    tools: list[ToolParam] | None = None
+    tools: list[Annotated[ToolParam, offers("custom")]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -205,7 +239,7 @@ def chat_messages(message: MessageParam) -> list[ChatMessage]:
         return [ChatMessage(role=message.role, content=message.content)]
     out, text, thoughts, calls = [], "", "", []
     for part in message.content:
-        if isinstance(part, TextPart):
+        if isinstance(part, TextPart | DocumentPart):
             text += part.text
         elif isinstance(part, ThinkingPart):
             thoughts += part.thinking

@@ -7,105 +7,19 @@ answer may hold annotations.
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag
 
 from anybit.engine.sequence import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams
 from anybit.engine.structured import Structured
 from anybit.errors import InvalidInput
+from anybit.serve.fields import Body, Not, Replayed, offers, reads
 
 MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1
 SAMPLING = {field.name for field in fields(SamplingParams)}
-
-# Words by which a client asks for nothing. Tiers are what a server offers to everybody.
-NO = ("", "auto", "default", "disabled", "none", "off", "standard", "standard_only")
-# What servers and clients write beside an answer's text, and send back with it: none of it is a
-# part of the prompt.
-ANNOTATIONS = frozenset((
-    "additional_kwargs", "annotations", "cache_control", "caller", "citations", "created",
-    "created_at", "extra_content", "finish_reason", "id", "index", "logprobs", "metadata", "model",
-    "name", "object", "parsed", "parsed_arguments", "phase", "provider_metadata",
-    "provider_options", "provider_specific_fields", "reasoning_details", "response_metadata",
-    "signature", "status", "stop_reason", "stop_sequence", "thinking_blocks",
-    "thought_signature", "timestamp", "token_ids", "type", "usage", "usage_metadata",
-))  # fmt: skip
-
-
-def asks(value: Any) -> bool:
-    """Whether a field's value asks for anything: `{"type": "disabled"}`, as null, does not."""
-    todo = [value]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            todo += part.values()
-        elif not (part is None or part is False or part == [] or part in NO):
-            return True
-    return False
-
-
-class Request(BaseModel):
-    """What clients send. passes: names of further fields that change nothing."""
-
-    passes: ClassVar[frozenset[str]] = frozenset()
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def known(cls, data: Any) -> Any:
-        """Refuse the first unknown field, of which there may be many; take 16.0 as an integer.
-
-        JSON has one kind of number. A field that says no asks for nothing, whatever its name.
-        """
-        if not isinstance(data, dict):
-            return data
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        known = names | cls.passes
-        unknown = next((n for n, v in data.items() if n not in known and asks(v)), None)
-        if unknown is not None:
-            raise PydanticCustomError(
-                "unknown_field", "this server knows no field {name}", {"name": repr(unknown)[:200]}
-            )
-        return {
-            k: int(v) if isinstance(v, float) and v.is_integer() else v
-            for k, v in data.items()
-            if k in names
-        }
-
-
-class Replayed(Request):
-    """What comes back of an earlier answer, or stands in its place."""
-
-    passes = ANNOTATIONS
-
-
-def refuse_true(value: bool) -> bool:
-    if value:
-        raise PydanticCustomError(
-            "not_offered", "this server does not offer it; only false is taken"
-        )
-    return value
-
-
-# What a client may say that it does not want.
-Not = Annotated[bool, AfterValidator(refuse_true), WithJsonSchema({"const": False})]
-
 
 Token = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -142,22 +56,6 @@ Stop = Annotated[
 PARTS = Discriminator(lambda content: "[parts]" if isinstance(content, list) else "[text]")
 
 
-def reads(*kinds: str) -> BeforeValidator:
-    """Refuse parts of other types than these in one line."""
-
-    def check(part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind is not None and kind not in kinds:
-            raise PydanticCustomError(
-                "no_text",
-                "this model reads text only, in parts of type {kinds}, and not {kind}",
-                {"kinds": ", ".join(kinds), "kind": repr(kind)[:200]},
-            )
-        return part
-
-    return BeforeValidator(check)
-
-
 Bias = dict[
     Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]
 ]
@@ -168,7 +66,7 @@ def listed(prompt: str | list[Any]) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-class StreamOptions(Request):
+class StreamOptions(Body):
     """continuous_usage_stats: every event has the usage so far, as vLLM's."""
 
     include_usage: bool | None = None
@@ -176,22 +74,22 @@ class StreamOptions(Request):
     include_obfuscation: Not | None = None
 
 
-class JsonSchema(Request):
+class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class TextFormat(Request):
+class TextFormat(Body):
     type: Literal["text"]
 
 
-class JsonFormat(Request):
+class JsonFormat(Body):
     type: Literal["json_object"]
 
 
-class SchemaFormat(Request):
+class SchemaFormat(Body):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -205,7 +103,7 @@ class FlatSchema(JsonSchema):
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(Request):
+class StructuredOutputs(Body):
     """vLLM's: exactly one of them."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
@@ -215,8 +113,10 @@ class StructuredOutputs(Request):
     grammar: str | None = None
 
 
-class Labels(Request):
-    """Names that clients give their requests, and tiers that all have; they change nothing."""
+class Labels(Body):
+    """Names that clients give their requests, tiers, and what saves time; they change no answer."""
+
+    passes = frozenset(("prediction", "prompt_cache_options"))
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -224,10 +124,10 @@ class Labels(Request):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
 
 
-class Prompting(Request):
+class Prompting(Body):
     """How a prompt becomes tokens; vLLM's."""
 
     add_special_tokens: bool | None = None
@@ -384,19 +284,39 @@ class Tool(Replayed):
     function: Function
 
 
-class NamedFunction(Request):
+class NamedFunction(Body):
     name: str
 
 
-class NamedTool(Request):
+class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
 
 
-WORD_OR_TOOL = Discriminator(lambda choice: "[word]" if isinstance(choice, str) else "[tool]")
+class AllowedTools(Body):
+    """Those of the tools that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
+
+
+class OnlyTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "[word]"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "[tools]" if kind == "allowed_tools" else "[tool]"
+
+
+WORD_OR_TOOL = Discriminator(choice_kind)
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("[word]")]
-    | Annotated[NamedTool, Tag("[tool]")],
+    | Annotated[OnlyTools, Tag("[tools]")]
+    | Annotated[NamedTool, offers("function"), Tag("[tool]")],
     WORD_OR_TOOL,
 ]
 
@@ -433,7 +353,7 @@ class ChatMessage(Replayed):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
-class Thinking(Request):
+class Thinking(Body):
     """Whether a model shall think. budget_tokens is no bound here; max_tokens is."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -449,7 +369,7 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: list[Annotated[Tool, offers("function")]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -473,7 +393,7 @@ class EmbeddingRequest(Prompting):
     user: str | None = None
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(Body):
     """POST /tokenize, with a prompt or with messages."""
 
     model: str | None = None
@@ -487,7 +407,7 @@ class TokenizeRequest(Request):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None

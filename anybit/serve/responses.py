@@ -15,11 +15,12 @@ from anybit.serve import mistakes, protocol
 from anybit.serve.answers import Answer, Asked, Block, Failed, Text
 from anybit.serve.encoding import event
 from anybit.serve.events import Events
+from anybit.serve.fields import ANNOTATIONS, Body, Not, Replayed, offers, reads
 from anybit.serve.protocol import ChatMessage, ChatRequest, plain
 from anybit.serve.server import Server
 
 
-class InputText(protocol.Replayed):
+class InputText(Replayed):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -31,7 +32,7 @@ Texts = Annotated[
             Annotated[
                 InputText | protocol.RefusalPart,
                 Field(discriminator="type"),
-                protocol.reads("input_text", "output_text", "text", "refusal"),
+                reads("input_text", "output_text", "text", "refusal"),
             ]
         ],
         Tag("[parts]"),
@@ -40,34 +41,34 @@ Texts = Annotated[
 ]
 
 
-class MessageItem(protocol.Replayed):
+class MessageItem(Replayed):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Texts
 
 
-class CallItem(protocol.Replayed):
+class CallItem(Replayed):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str | None = None
 
 
-class OutputItem(protocol.Replayed):
+class OutputItem(Replayed):
     type: Literal["function_call_output"]
     call_id: str
     output: Texts
 
 
-class ReasoningText(protocol.Replayed):
+class ReasoningText(Replayed):
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningItem(protocol.Replayed):
+class ReasoningItem(Replayed):
     """Thoughts, which are in `content` alone."""
 
-    passes = protocol.ANNOTATIONS | {"summary", "encrypted_content"}
+    passes = ANNOTATIONS | {"summary", "encrypted_content"}
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
@@ -89,7 +90,7 @@ Item = Annotated[
     | Annotated[OutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")],
     Discriminator(lambda item: f"[{(isinstance(item, dict) and item.get('type')) or 'message'}]"),
-    protocol.reads("message", "function_call", "function_call_output", "reasoning"),
+    reads("message", "function_call", "function_call_output", "reasoning"),
     BeforeValidator(kept),
 ]
 
@@ -98,12 +99,18 @@ class FunctionTool(protocol.Function):
     type: Literal["function"]
 
 
-class NamedTool(protocol.Request):
+class NamedTool(Body):
     type: Literal["function"]
     name: str
 
 
-class TextOptions(protocol.Request):
+class OnlyTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
+
+
+class TextOptions(Body):
     format: (
         Annotated[
             protocol.TextFormat | protocol.JsonFormat | protocol.FlatSchema,
@@ -114,7 +121,7 @@ class TextOptions(protocol.Request):
     verbosity: str | None = None
 
 
-class Reasoning(protocol.Request):
+class Reasoning(Body):
     """Thoughts come whole, and are never summed up."""
 
     effort: str | None = None
@@ -137,7 +144,9 @@ Include = Literal[
 
 
 class ResponsesRequest(protocol.Labels):
-    """POST /v1/responses."""
+    """POST /v1/responses. max_tool_calls bounds tools that a server runs itself."""
+
+    passes = protocol.Labels.passes | {"max_tool_calls"}
 
     model: str | None = None
     input: Annotated[
@@ -151,11 +160,12 @@ class ResponsesRequest(protocol.Labels):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     include: list[Include] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Annotated[FunctionTool, offers("function")]] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("[word]")]
-            | Annotated[NamedTool, Tag("[tool]")],
+            | Annotated[OnlyTools, Tag("[tools]")]
+            | Annotated[NamedTool, offers("function"), Tag("[tool]")],
             protocol.WORD_OR_TOOL,
         ]
         | None
@@ -164,11 +174,11 @@ class ResponsesRequest(protocol.Labels):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
-    store: protocol.Not | None = None
+    store: Not | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     truncation: Literal["auto", "disabled"] | None = None
-    background: protocol.Not | None = None
+    background: Not | None = None
 
     def chat(self) -> ChatRequest:
         """The same as a request of /v1/chat/completions."""
@@ -190,7 +200,10 @@ class ResponsesRequest(protocol.Labels):
             ]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedTool):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            choice = wrapped(choice)
+        elif isinstance(choice, OnlyTools):
+            allowed = {"mode": choice.mode, "tools": [wrapped(tool) for tool in choice.tools]}
+            choice = {"type": "allowed_tools", "allowed_tools": allowed}
         kind: Any = self.text.format if self.text else None
         if isinstance(kind, protocol.FlatSchema):
             kind = {"type": "json_schema", "json_schema": {"schema": kind.schema_}}
@@ -210,6 +223,11 @@ class ResponsesRequest(protocol.Labels):
             frequency_penalty=self.frequency_penalty,
             **fields,
         )
+
+
+def wrapped(tool: NamedTool) -> dict[str, Any]:
+    """A tool's name as chat has it."""
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 class ResponsesReply(BaseModel):

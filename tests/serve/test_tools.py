@@ -56,6 +56,35 @@ def test_tools_and_a_schema_in_every_protocol(talking: Live) -> None:
     assert json.loads(part["text"])["a"] in (1, 2)
 
 
+def test_only_allowed_tools_are_called(talking: Live) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    only = [{"type": "function", "function": {"name": "weather"}}]
+    body: dict = {"messages": HI, "max_tokens": 200, "tools": [other, *TOOLS]}
+    allowed = {"mode": "required", "tools": only}
+    body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    message = ok(talking, "/v1/chat/completions", body)["choices"][0]["message"]
+    assert {call["function"]["name"] for call in message["tool_calls"]} == {"weather"}
+    flat = {"input": "x", "tools": [{"type": "function", **WEATHER}], "max_output_tokens": 200}
+    choice = {"type": "allowed_tools", "mode": "required"}
+    choice["tools"] = [{"type": "function", "name": "weather"}]
+    (item, *_) = ok(talking, "/v1/responses", flat | {"tool_choice": choice})["output"]
+    assert item["type"] == "function_call"
+    choice["tools"] = [{"type": "function", "name": "absent"}]
+    text = refusal(talking, "/v1/responses", flat | {"tool_choice": choice})
+    assert "'absent', which is not among the tools" in text
+
+
+def test_documents_that_are_text_are_read(talking: Live) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "abc"}
+    part: dict = {"type": "document", "title": "T", "source": source}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
+    as_text = {"model": "tiny", "messages": [{"role": "user", "content": "T\nabc\n"}]}
+    count = "/v1/messages/count_tokens"
+    assert ok(talking, count, body) == ok(talking, count, as_text)
+    part["source"] = {"type": "base64", "media_type": "application/pdf", "data": ""}
+    assert "not 'base64'" in refusal(talking, count, body)
+
+
 def test_arguments_are_an_object_whatever_the_schema_says() -> None:
     rule = FAMILIES["hermes"].call
     for parameters in ({}, {"type": ["object", "null"]}, {"properties": {"a": {"const": 1}}}):
