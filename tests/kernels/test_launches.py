@@ -9,19 +9,25 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from traceback import extract_stack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
+import anybit
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.backend import Backend, Prepared
 from anybit.kernels.cute import cells, counters, driver, jit, launch, operands
 from anybit.kernels.hopper import chip
 from anybit.kernels.hopper.launch import ClusterLauncher
 from anybit.kernels.registry import get_backend
+from anybit.nn.linear import QuantLinear
+from anybit.nn.multiplier import Multiplier
+from anybit.quantizers.quantize import quantize_tensor
 from tests.kernels.mma import GPUS
 
 FILE = Path(__file__).with_name("launches.txt")
@@ -53,6 +59,7 @@ WEIGHTS = (  # scheme, (N, K)
     ("int4:group=128 of experts", (2048, 768)),
 )
 DTYPE = torch.float16
+PACKAGE = str(Path(anybit.__file__).parent)
 
 
 @contextmanager
@@ -169,6 +176,28 @@ def lines() -> Iterator[str]:
 
 def test_launches_are_as_they_were() -> None:
     assert list(lines()) == FILE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("scheme", ["int4:group=128", "liquid@int8", "codebook:m=1,v=4,group=128"])
+@pytest.mark.parametrize("name", ["A100", "H200"])
+def test_few_frames_lie_between_a_layer_and_its_launch(name: str, scheme: str) -> None:
+    """Six before `Launcher.launch` and the one behind it: each costs a host that launches."""
+    frames: list[str] = []
+
+    def launched(*args: Any) -> None:
+        frames[:] = [f.name for f in extract_stack() if f.filename.startswith(PACKAGE)]
+
+    fmt, activation = parse_scheme(scheme)
+    packed = quantize_tensor(torch.randn(64, 1024), fmt)
+    with a_gpu(name, launched), torch.inference_mode():
+        layer = QuantLinear(packed, None, activation, DTYPE)
+        assert layer._made is not None
+        backend = "hopper" if name == "H200" else "mma"
+        multiplier = Multiplier.by(backend, packed, activation, DTYPE)
+        layer._made = layer._made._replace(backend=backend, multiplier=multiplier)
+        layer(torch.randn(3, 1024).to(DTYPE))
+    assert frames[0] == "forward"
+    assert len(frames) <= 6, frames
 
 
 if __name__ == "__main__":
