@@ -1,7 +1,12 @@
-"""Clip search: smaller ranges, chosen by squared error. Needs no data.
+"""Clip search: smaller ranges, chosen by the weights' errors. Needs no data.
 
 Rounding to nearest gives every group of weights a range that holds its largest weight. A smaller
 range cuts that weight and resolves all others better, which in few bits is the better bargain.
+
+Without data errors count by their fourth power. Squares cut too much: large weights are often those
+of channels whose activations are large. In 16 layers of Qwen2.5-Coder-1.5B, int4:group=128, errors
+of outputs were 0.98 times those of rounding by squares, at worst 1.91, and by fourth powers 0.84
+and 0.94.
 """
 
 from dataclasses import dataclass
@@ -19,15 +24,15 @@ STRETCH = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15)  # of a scale that is no range
 
 @dataclass(frozen=True)
 class Clip(RTN):
-    """Round to nearest on the grid whose group ranges minimize the squared error, any format."""
+    """Round to nearest on the grid whose group ranges make errors least, any format."""
 
     def fit(self, w: Tensor, fmt: Format) -> Grid:
-        """Weights (N, K) fp32 -> the grid of least squared error among clipped ranges."""
+        """Weights (N, K) fp32 -> the grid of least error among clipped ranges."""
         return fit_clipped(w, fmt)
 
 
 def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Grid:
-    """Fit a grid to clipped weights, with the range of least squared error for each group.
+    """Fit a grid to clipped weights, with the range of least error for each group.
 
     Every group is cut to each of `FACTORS` of its range in turn, and the format fitted to that; the
     best factor of each group then gives the range of the final fit. So it works for every format
@@ -38,7 +43,8 @@ def fit_clipped(w: Tensor, fmt: Format, importance: Tensor | None = None) -> Gri
         w: Weights (N, K) fp32.
         fmt: Any format. Where rows share tables, scales are stretched instead; where encoding takes
             long, the format's own fit is the grid.
-        importance: Weights (K,) of the columns' squared errors, such as the Hessian's diagonal.
+        importance: Weights (K,) of the columns' squared errors, such as the Hessian's diagonal;
+            without them, fourth powers of the errors count.
     """
     if not fmt.searched:
         return fmt.fit(w)
@@ -63,6 +69,7 @@ def stretched(w: Tensor, fmt: Format, importance: Tensor | None, group: int) -> 
     """The grid of a format with shared tables, its scales stretched to the least error."""
     grid = fmt.fit(w)
     scale, dtype = grid["scale"].float(), grid["scale"].dtype
+    importance = w.new_ones(w.shape[1]) if importance is None else importance  # by squares
 
     def stretch(factor: float | Tensor) -> Grid:
         some = round_scale(scale * factor, dtype).float()
@@ -80,7 +87,8 @@ def finest_group(fmt: Format, k: int) -> int:
 def group_errors(
     w: Tensor, fmt: Format, grid: Grid, importance: Tensor | None, group: int
 ) -> Tensor:
-    """Sum of squared errors (N, groups) of rounding w to the grid."""
+    """Sum of squared errors (N, groups) of rounding w to the grid; of fourth powers, without
+    importance."""
     n, k = w.shape
     step = max(1, CHUNK // k) if w.device.type == "cpu" else n
     sums = []
@@ -88,8 +96,7 @@ def group_errors(
         rows = w[start : start + step]
         part = grid_rows(fmt, grid, slice(start, start + step))
         error = (fmt.decode(fmt.encode(rows, part), part) - rows).square_()
-        if importance is not None:
-            error *= importance
+        error *= error if importance is None else importance
         sums.append(groups_of(error, group).sum(-1))
     return torch.cat(sums)
 
