@@ -68,6 +68,14 @@ LAYER_SMALL = SMALL | {"head_dim": 64}  # of layers that differ from the others
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dory": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "n_recurrent_loops": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_groups": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
