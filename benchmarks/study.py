@@ -43,7 +43,7 @@ import torch
 import transformers
 from csv_rows import add_rows
 from torch import Tensor, nn
-from transformers import AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoTokenizer, DynamicCache
 
 import anybit
 from anybit import Calibration, QuantLinear
@@ -148,9 +148,11 @@ def main() -> None:
     began, args = time.time(), arguments()
     folder = ready(args.model)
     deadline = began + (args.seconds or math.inf)
+    most = AutoConfig.from_pretrained(folder).get_text_config().max_position_embeddings
     settings = Settings(
         folder, args.model.stem if args.model.is_file() else args.model.name, args.device,
-        args.jobs, deadline, args.windows, args.window, args.samples, args.length, args.keep,
+        args.jobs, deadline, args.windows // 2 * 2, min(args.window, most), args.samples,
+        min(args.length, most), args.keep,
     )  # fmt: skip
     about = facts(args.device) | {"commit": commit()}
 
@@ -159,7 +161,8 @@ def main() -> None:
         print(f"{time.time() - began:5.0f} s", *row.values(), flush=True)
 
     only = [tuple(pair.split("/", 1)) for pair in args.only or ()]
-    todo = [case for case in only or cases() if case not in measured(args.out)]
+    have = measured(args.out, settings, about["gpu"])
+    todo = [case for case in only or cases() if case not in have]
     left = run(todo, settings, save)
     print(f"{time.time() - began:5.0f} s, left out: {left}", flush=True)
     if any(" failed: " in one for one in left):
@@ -198,12 +201,18 @@ def cases() -> list[tuple[str, ...]]:
     return [(spec, method) for spec, *methods in lines for method in methods]
 
 
-def measured(out: Path) -> set[tuple[str, ...]]:
-    """(spec, method) of the rows that a file has."""
+def measured(out: Path, settings: Settings, gpu: str) -> set[tuple[str, ...]]:
+    """(spec, method) of the rows that a file has of this model, these windows and this device."""
     if not out.exists():
         return set()
+    same = {"model": settings.name, "windows": scored_as(settings), "gpu": gpu}
     with out.open(newline="") as file:
-        return {(row["spec"], row["method"]) for row in csv.DictReader(file)}
+        rows = [row for row in csv.DictReader(file) if same.items() <= row.items()]
+    return {(row["spec"], row["method"]) for row in rows}
+
+
+def scored_as(settings: Settings) -> str:
+    return f"{settings.windows} of {settings.window}"
 
 
 def facts(device: str) -> dict[str, str]:
@@ -266,7 +275,10 @@ def run(
                 failed.append(
                     " ".join((*case, "was cut off" if cut else "failed: its process died"))
                 )
-                continue
+                if cut:
+                    continue
+                pool = ProcessPoolExecutor(1, spawn, begin, (settings,))
+                pools.append(pool)
             except Exception as error:
                 failed.append(f"{' '.join(case)} failed: {error!r:.500}")
                 print(failed[-1], flush=True)
@@ -318,8 +330,7 @@ class Work:
         self.settings = settings
         self.tokenizer = AutoTokenizer.from_pretrained(settings.folder)
         self.model = dense_model(settings.folder, settings.device)
-        most = self.model.config.max_position_embeddings
-        self.window, self.length = min(settings.window, most), min(settings.length, most)
+        self.window, self.length = settings.window, settings.length
         self.scored = [
             ids.to(settings.device)
             for texts in (prose(held_out=True), [text for _, text in held_out_text()])
@@ -371,7 +382,7 @@ class Work:
             "text": "mixed" if data else "", "samples": self.settings.samples if data else 0,
             "length": self.length if data else 0, "bits": f"{bits:.3f}",
             "gb": f"{nbytes / 1e9:.3f}", **scores(found), "seconds": f"{seconds:.1f}",
-            "windows": f"{len(self.scored)} of {self.window}",
+            "windows": scored_as(self.settings),
         }  # fmt: skip
 
     def quantized(self, spec: str, method: str) -> tuple[nn.Module, float, float]:
@@ -399,7 +410,8 @@ class Work:
     def cached(self, name: str) -> tuple[Any, float, float]:
         """The model as it is with a KV cache, and bits a number of that, scales included."""
         model = self.fresh()
-        dim, nbytes = model.config.head_dim, sum(p.nbytes for p in model.parameters())
+        config, nbytes = model.config, sum(p.nbytes for p in model.parameters())
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         formats = list[KvFormat]()
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias
@@ -447,7 +459,11 @@ def running(model: Any, dtype: torch.dtype = torch.float32) -> Any:
             model.set_submodule(path, Decoded(layer, dtype))
     for module in model.modules():
         if module is not embeddings:
-            module._apply(lambda t: t.float() if t.is_floating_point() else t, recurse=False)
+            for name, held in (*module._parameters.items(), *module._buffers.items()):
+                if held is not None and held.is_floating_point():  # others may hold it, too
+                    new = held.detach().float()
+                    own = nn.Parameter(new, False) if isinstance(held, nn.Parameter) else new
+                    setattr(module, name, own)
     return model.eval()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -80,6 +81,7 @@ def test_rows_of_weights_and_of_caches(run, tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "int4-group-64-zero-gptq" / "config.json").read_text())
     assert "quantization_config" in kept
     assert len(run("--only", *only)) == 4  # those are there already
+    assert len(run("--only", "int8/rtn", "--windows", "2")) == 5  # but not of these windows
 
 
 def test_no_case_is_begun_behind_the_deadline(
@@ -99,8 +101,19 @@ def test_what_fails_is_named_and_the_rest_goes_on(
     assert len(rows_of(tmp_path / "rows.csv")) == 1
     monkeypatch.setattr(Here, "broken", "int6")
     with pytest.raises(SystemExit, match="some rows failed"):
-        run("--only", "int6/rtn", "fp6/rtn", "--jobs", "2")
+        run("--only", "int6/rtn", "fp6/rtn")
     assert "int6 rtn failed: its process died" in capsys.readouterr().out
+    assert rows_of(tmp_path / "rows.csv")[-1]["spec"] == "fp6"  # in a process in its place
+
+
+def test_a_copy_that_runs_in_fp32_leaves_the_model_as_it_is() -> None:
+    """Matrices of no `Linear`, as of experts, are shared by all copies; no head_dim is no error."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 8)}).bfloat16()
+    model.experts = torch.nn.Parameter(torch.ones(2, 8, 8, dtype=torch.bfloat16))
+    model.get_input_embeddings = lambda: model["embed"]
+    shared = model.experts
+    study.running(model)
+    assert (shared.dtype, model.experts.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_what_is_known_of_a_cases_time_keeps_it_from_beginning_late(
