@@ -36,6 +36,8 @@ NOTES = frozenset(
     )
 )
 NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+ITEMS = ("items", "prefixItems", "additionalItems")
+PARTS = frozenset(("properties", "patternProperties", "additionalProperties", "required", *ITEMS))
 SIDES = ("minimum", "maximum")
 BOUNDS = {"minimum": -1, "maximum": 1, "exclusiveMinimum": -1, "exclusiveMaximum": 1}
 # Of JSON Schema. Others are annotations, such as pydantic's `binary` and OpenAPI's `int64`.
@@ -116,7 +118,7 @@ class Rewriter:
         self.kinds: dict[str, frozenset[str]] = {}  # by reference
         # Objects with further properties than those declared: as they are, and rewritten.
         self.open: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.layers: dict[int, int] = {}  # of a part: as how many objects a value is declared
+        self.layers: dict[int, int] = {}  # of a part: its depth
         # Of a part that is merged with others: names and patterns of properties of all of them.
         self.joined: dict[int, tuple[dict[str, None], dict[str, None]]] = {}
         self.groups: set[frozenset[int]] = set()  # of parts that were joined
@@ -179,12 +181,12 @@ class Rewriter:
         return out
 
     def depth(self, schema: Any) -> int:
-        """As how many objects with declared properties a value may have to be valid at once."""
+        """How many schemas that say what its parts may be a value may have to fit; 2: or more."""
         if not isinstance(schema, dict):
             return 0
         if id(schema) not in self.layers:
             self.layers[id(schema)] = 0  # of a reference that leads here
-            count = int(bool(schema.keys() & {"properties", "patternProperties", "required"}))
+            count = int(not schema.keys().isdisjoint(PARTS))
             count += self.depth(target(schema.get("$ref"), self.root))
             for key, of in (("allOf", sum), ("anyOf", max), ("oneOf", max)):
                 options = schema.get(key)
@@ -227,7 +229,7 @@ class Rewriter:
         for inners in inside.values():
             self.join([*inners, *rests])
         self.join(rests)
-        items = [part.get(key) for part in parts for key in ("items", "prefixItems")]
+        items = [part.get(key) for part in parts for key in ITEMS]
         self.join([each for item in items for each in (item if type(item) is list else [item])])
 
     def exclusive(self, options: Any) -> bool:

@@ -79,6 +79,7 @@ def a_schema(rng: random.Random) -> dict[str, Any]:
             {"allOf": [{"anyOf": [one, {"properties": {"b": {"const": 1}}}]}, other]},
             {"allOf": [{"additionalProperties": one}, {"properties": {"a": other}}]},
             {"allOf": [{"properties": {"a": one}}, {"properties": {"a": other, "b": one}}]},
+            {"allOf": [{"additionalProperties": one}, {"additionalProperties": other}]},
             one, {"anyOf": [one, an_object(rng)]}, {"$ref": "#/$defs/o", "$defs": {"o": one}},
             one | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         ]
@@ -147,7 +148,9 @@ def test_keys_that_count_twice_are_refused(takes: Takes) -> None:
     assert not takes(one, '{"a":1,"\\u0061":2}')
 
 
-MERGED = {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": True}}]}
+MERGED: dict[str, Any] = {
+    "allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": True}}]
+}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,14 @@ MERGED = {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {
         ({"allOf": [{"properties": {"p": {"properties": {"a": {"type": "integer"}}}}},
                     {"properties": {"p": {"properties": {"b": True}}}}]},
          '{"p":{"a":1,"b":2,"c":3}}', '{"p":{"\\u0061":"s"}}'),
+        ({"allOf": [{"additionalProperties": each} for each in MERGED["allOf"]]},
+         '{"k":{"a":1,"b":2,"c":3}}', '{"k":{"\\u0061":"s"}}'),
+        ({"properties": {"l": {"allOf": [{"type": "array", "items": {"items": each}}
+                                         for each in MERGED["allOf"]]}}},
+         '{"l":[[{"a":1,"b":2,"c":3}]]}', '{"l":[[{"\\u0061":"s"}]]}'),
+        ({"properties": {"l": {"items": MERGED["allOf"][0], "$ref": "#/$defs/l"}},
+          "$defs": {"l": {"prefixItems": MERGED["allOf"][1:]}}},
+         '{"l":[{"a":1,"b":2,"c":3},{"a":1,"b":"s"}]}', '{"l":[{"\\u0061":"s"}]}'),
     ],
 )  # fmt: skip
 def test_a_declared_key_has_one_spelling(
