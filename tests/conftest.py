@@ -25,6 +25,10 @@ for name in ("ANYBIT_API_KEY", "ANYBIT_DEBUG", "FORCE_COLOR", "GITHUB_ACTIONS", 
 def pytest_configure(config: pytest.Config) -> None:
     """Fail at once where CI would skip what it is for."""
     needs.check_compilers()
+    if hasattr(config, "workerinput"):  # one of many processes, which share the cores
+        from anybit.kernels import processes
+
+        processes.MOST = 4
     config.pluginmanager.register(Report(config))
 
 
