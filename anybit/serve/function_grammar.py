@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from anybit.engine.schemas import NOTES, json_rule, kind, kinds, resolved
+from anybit.engine.schemas import KINDS, NOTES, followed, json_rule, kind, kinds, resolved, target
 from anybit.serve.functions import CLOSE, OPEN, typed
 
 # What a value would be cut at: another parameter, and two marks of a call in a row.
-ENDS = "|".join(CLOSE)
-CUTS = f"(</parameter|<parameter=|({ENDS})[\\s\\x1c-\\x1f]*({'|'.join((ENDS, *OPEN))}))"
+ENDS, SPACE = "|".join(CLOSE), r"[\s\x1c-\x1f]"  # which Python strips
+CUTS = f"(</parameter|<parameter=|({ENDS}){SPACE}*({'|'.join((ENDS, *OPEN))}))"
 CUTS = CUTS.replace("/", "\\/")
 TEXT = f"/(?s:.*)/ & ~/(?s:.*){CUTS}(?s:.*)/"
 SCALARS = {
@@ -48,8 +48,12 @@ class Functions:
         top = resolved(schema, schema)
         if not isinstance(top, dict) or top.keys() - ROOT - ASIDE:
             raise Unwritable
-        declared, required = dict(top.get("properties") or {}), list(top.get("required") or ())
-        rest = top.get("additionalProperties", not declared)
+        declared, required = top.get("properties", {}), top.get("required", [])
+        if not isinstance(declared, dict) or not isinstance(required, list):
+            raise Unwritable
+        if not all(isinstance(key, str) for key in required):
+            raise Unwritable
+        declared, rest = {**declared}, top.get("additionalProperties", not declared)
         for key in required:
             declared.setdefault(key, top.get("additionalProperties", True))
         out = [self.mark("<function="), quoted(f"{name}>\n")]
@@ -73,6 +77,8 @@ class Functions:
     def value(self, schema: Any, root: dict[str, Any]) -> str:
         """An expression of a value and its end mark."""
         end = self.mark("</parameter>")
+        if schema is not True and not isinstance(schema, dict):
+            raise Unwritable
         if "string" not in kinds(schema, root):
             return f'{json_rule(document(schema, root))} "\\n" {end}'
         parts = leaves(schema, root)
@@ -80,7 +86,7 @@ class Functions:
         texts = texts_of([part for part in parts if part not in others])
         text = self.terminal(" | ".join(self.terminal(each) for each in texts))
         if others:
-            text = self.terminal(f"{text} & ~/\\s*[\\[{{](?s:.*)/")
+            text = self.terminal(f"{text} & ~/{SPACE}*[\\[{{](?s:.*)/")
         # The end is a part of the text's terminal, which would take it for more text.
         inside, behind = ("</parameter>", "") if end.startswith('"') else ("", f" {end}")
         out = self.terminal(f"{text} {quoted(chr(10) + inside)}") + behind
@@ -124,25 +130,32 @@ def listed(option: Any, parts: list[dict[str, Any]]) -> str:
 
 def leaves(schema: Any, root: Any) -> list[dict[str, Any]]:
     """The parts of a schema of which values are any, each of one type or of all."""
-    schema = resolved(schema, root)
-    if schema is True:
-        return [{}]
-    if not isinstance(schema, dict):
-        raise Unwritable
-    if schema.keys() - NOTES == {"anyOf"}:
-        return [leaf for option in schema["anyOf"] for leaf in leaves(option, root)]
-    types = schema.get("type")
-    if not isinstance(types, list):
-        if types is None and schema.keys() - NOTES - {"enum", "const"}:
+    out: list[dict[str, Any]] = []
+    for part in followed({} if schema is True else schema, root):
+        keys, types, inner = part.keys() - NOTES, part.get("type"), part.get("anyOf")
+        if keys == {"$ref"}:
+            inner = [target(part["$ref"], root)]
+        if keys in ({"$ref"}, {"anyOf"}):
+            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+                raise Unwritable
+            continue
+        options = types if isinstance(types, list) else [types]
+        if types is None and keys - {"enum", "const"}:
             raise Unwritable
-        return [schema]
-    of = [schema | {"type": each} for each in types]
-    for leaf in of:
-        if "enum" in leaf:
-            leaf["enum"] = [
-                value for value in leaf["enum"] if leaf["type"] in kinds({"const": value}, root)
-            ]
-    return of
+        if types is not None and set(map(str, options)) - KINDS:
+            raise Unwritable
+        if keys & {"$ref", "allOf", "anyOf", "oneOf"} or not isinstance(part.get("enum", []), list):
+            raise Unwritable
+        out += [narrowed(part, each, root) for each in options] if options is types else [part]
+    return out
+
+
+def narrowed(part: dict[str, Any], to: Any, root: Any) -> dict[str, Any]:
+    """A schema of several types as of one of them."""
+    leaf = part | {"type": to}
+    if "enum" in leaf:
+        leaf["enum"] = [value for value in leaf["enum"] if to in kinds({"const": value}, root)]
+    return leaf
 
 
 def document(schema: Any, root: dict[str, Any]) -> Any:

@@ -128,7 +128,7 @@ def coder_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
         function = tool["function"]
         try:
             options.append(functions.call(function["name"], parameters(function)))
-        except Unwritable:
+        except (Unwritable, RecursionError):
             options.append(form.call(function))
     return marked(" | ".join(options), several, mark) + functions.rules()
 

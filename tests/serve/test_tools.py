@@ -8,6 +8,7 @@ import pytest
 
 from anybit.engine.llm import LLM
 from anybit.errors import InvalidInput
+from anybit.serve.function_grammar import Functions, Unwritable
 from anybit.serve.reading import Calls
 from anybit.serve.tools import FAMILIES, Either
 from tests.serve.conftest import Live, serving
@@ -102,6 +103,68 @@ def test_arguments_are_an_object_whatever_the_schema_says() -> None:
     for wrong in ({"type": "string"}, text):
         with pytest.raises(InvalidInput, match="of type 'string'; arguments are an object"):
             rule({"name": "f", "parameters": wrong})
+
+
+LOOP = {"$ref": "#/$defs/a"}
+TWICE: dict = {f"d{i}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(40)}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"type": "string"}}, "required": True},
+        {"properties": "x"},
+        {"properties": {"x": False}},
+        {"properties": {"x": 5}},
+        {"properties": {"x": {"anyOf": 5}}},
+        {"properties": {"x": {"type": ["string", {}]}}},
+        {"properties": {"x": {"type": ["string", "text"]}}},
+        {"properties": {"x": {"enum": "abc"}}},
+        {"properties": {"x": {"enum": 5, "type": ["string", "null"]}}},
+        {"properties": {"x": {"anyOf": [{"$ref": "#/nowhere"}, {"type": "string"}]}}},
+    ],
+)
+def test_what_functions_cannot_say_is_left_to_json(schema: dict) -> None:
+    with pytest.raises(Unwritable):
+        Functions(json.dumps).call("f", schema)
+    tools: list[dict] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    rule = FAMILIES["hermes"].call(tools[0]["function"])
+    assert rule in FAMILIES["qwen-coder"].forced(tools, False, json.dumps)
+
+
+def test_options_of_functions_that_refer_to_each_other() -> None:
+    loop = {"anyOf": [LOOP, {"type": "string"}]}
+    for inner, of in (
+        (LOOP, {"a": loop}),
+        ({"$ref": "#/$defs/d0"}, TWICE | {"d40": {"type": "string"}}),
+    ):
+        schema = {"properties": {"x": inner}, "required": ["x"], "$defs": of}
+        tools: list[dict] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        grammar = FAMILIES["qwen-coder"].forced(tools, False, json.dumps)
+        matcher = llguidance.LLMatcher(
+            llguidance.LLTokenizer("byte"),
+            llguidance.LLMatcher.grammar_from_lark(grammar),
+            log_level=0,
+        )
+        text = b"<tool_call>\n<function=f>\n<parameter=x>\n[1"
+        assert matcher.validate_tokens(list(text)) == len(text)
+
+
+def test_white_space_does_not_hide_a_list() -> None:
+    """What is read without it is held to the list's schema."""
+    x = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
+    schema = {"type": "object", "properties": {"x": x}, "required": ["x"]}
+    tools: list[dict] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = FAMILIES["qwen-coder"].forced(tools, False, json.dumps)
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0
+    )
+    begun = "<tool_call>\n<function=f>\n<parameter=x>\n"
+    for space in ("", " ", "\n", "\x1c", "\x1f", "\x85", "\xa0", "\u3000"):
+        text = f'{begun}{space}["a"'.encode()
+        assert matcher.validate_tokens(list(text)) < len(text), repr(space)
+    text = f"{begun}[1]\n</parameter>".encode()
+    assert matcher.validate_tokens(list(text)) == len(text)
 
 
 def test_a_tool_without_parameters_gets_none() -> None:
