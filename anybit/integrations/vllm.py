@@ -246,10 +246,19 @@ class AnybitConfig(QuantizationConfig):
             stored = {table.stored(f"{layer}.weight"): s for layer, s in schemes.items()}
             self.on_load = {name.removesuffix(".weight"): s for name, s in stored.items()}
             self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        elif self.source is None:
-            self.saved = saved_names(own, self.coded | self.dense)
-            stored = {self.saved.get(name, name): name for name in self.coded}
+        else:
+            saved = saved_names(own, self.coded | self.dense)
+            stored = {saved.get(name, name): name for name in self.coded}
             found = {name: stored[name] for name in embedding_layers(own).keys() & stored.keys()}
+            if self.source is not None:
+                if found:
+                    raise Unsupported(
+                        f"{min(found.values())}: another tool has quantized the embeddings, which "
+                        "vLLM reads from a checkpoint of anybit alone; make one with `anybit "
+                        "convert`"
+                    )
+                return
+            self.saved = saved
             self.words = {there: self.rows[there] for there in found.values()}
             table = Names(own)
             for head, name in tied_heads(own).items():
