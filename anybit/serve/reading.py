@@ -157,6 +157,11 @@ class JsonCall:
         """All that was read."""
         return "".join(self._parts)
 
+    @property
+    def inside(self) -> bool:
+        """Whether the object has begun and not ended."""
+        return self._depth > 0
+
     def feed(self, text: str) -> str:
         """Read on; the rest of the text behind the object's end."""
         at = self._since = 0

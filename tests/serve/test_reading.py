@@ -171,6 +171,26 @@ def test_harmony_calls_without_arguments(arguments: str, want: str, size: int) -
     assert read(Harmony(), f"{head}{arguments}<|call|>", size)[2] == [("get", want)]
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("arguments", "want"),
+    [
+        ('{"a": {"b": 1}', '{"a": {"b": 1}'),
+        ('{"a": "x}', '{"a": "x}'),
+        ("x = {1: 2", "x = {1: 2"),
+        (' {"a": ["<|end|>", "<|start|> <|call|><|return|>"]} ', None),
+        ('{"a": 1} {', '{"a": 1} {'),
+    ],
+)
+def test_harmony_calls_end(arguments: str, want: str | None, size: int) -> None:
+    """Also those whose arguments are broken; not at marks in strings."""
+    text = f"<|channel|>commentary to=functions.get<|message|>{arguments}<|call|>"
+    calls = [("get", arguments.lstrip() if want is None else want)]
+    assert read(Harmony(), text, size) == ("", "", calls)
+    text += "<|start|>assistant<|channel|>final<|message|>Hello<|return|>"
+    assert read(Harmony(), text, size) == ("", "Hello", calls)
+
+
 LONG = 'a \n,"<' * 27_000  # 160 kB
 
 
@@ -227,7 +247,7 @@ def test_what_goes_on_for_ever_is_not_read_again(family: str, before: str, more:
 SCRAPS = [
     *(mark for family in FAMILIES.values() for mark in (*family.signs, *family.marks)),
     *'{}[]:,;"\\\n ',
-    *("\\d", "</function>", "<parameter=n>"),
+    *("\\d", "</function>", "<parameter=n>", "<|message|>", "<|call|><|start|>"),
     *('"name": "get"', '"arguments": ', '"parameters": ', '{"n": 1}', '"{\\"n\\": 1}"', "é", "get"),
     *("to=functions.", "<think>", "</think>", "</parameter>", "commentary", "null", "\ud800"),
 ]
@@ -238,7 +258,10 @@ def test_any_text_is_read_the_same_in_any_parts(family: str) -> None:
     rng = random.Random(family)
     for _ in range(1500):
         text = "".join(rng.choice(SCRAPS) for _ in range(rng.randrange(1, 14)))
-        if rng.random() < 0.5:  # the inside of a call
+        if family == "harmony" and rng.random() < 0.7:
+            begin = rng.choice(["", " ", '{"n": ', '{"n": "', "{"])
+            text = f"<|channel|>final to=functions.get<|message|>{begin}{text}"
+        elif rng.random() < 0.5:  # the inside of a call
             mark = FAMILIES[family].marks[0]
             text = f'{mark}{{"name": "get", "{FAMILIES[family].arguments}": {text}}}'
         readers = [FAMILIES[family].reader(TOOLS) for _ in range(2)]
