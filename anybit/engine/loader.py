@@ -240,8 +240,9 @@ def is_whole(config: PretrainedConfig, name: str, tensors: int) -> bool:
     """
     kind = name.removesuffix("ForCausalLM")
     experts = (getattr(config, field, None) or 0 for field in EXPERTS)
+    possible = all(isinstance(count, int) and count <= tensors for count in experts)
     alike = type(config).__name__ in (f"{kind}Config", f"{kind}TextConfig")
-    return alike and not config.sub_configs and max(experts) <= tensors
+    return alike and not config.sub_configs and possible
 
 
 def tokenizer_in(directory: Path) -> Any:

@@ -1,5 +1,7 @@
 """What a checkpoint holds is told by its names alone, as transformers' model would tell it."""
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +125,21 @@ def test_what_does_not_fit_is_told(
 ) -> None:
     with pytest.raises(InvalidInput, match=message):
         LLM(changed(checkpoint("llama"), tmp_path / "out", change))
+
+
+@pytest.mark.parametrize("count", [[4], {"a": 4}, True, 4.0])
+def test_numbers_of_experts_that_are_none(tmp_path: Path, count: Any) -> None:
+    """A model without experts may say anything of them that transformers takes."""
+    out = changed(PICO, tmp_path / "out", lambda tensors: None)
+    path = out / "config.json"
+    path.write_text(json.dumps(read_json(path) | {"num_experts": count}))
+    try:
+        bare_model(out)
+    except InvalidInput as reason:
+        with pytest.raises(InvalidInput, match=re.escape(str(reason))):
+            LLM(out)
+    else:
+        LLM(out)
 
 
 def test_a_start_imports_no_models() -> None:
