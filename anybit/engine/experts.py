@@ -82,7 +82,7 @@ def experts_of(
 
     names: of each expert, layers (rows[i], columns) that are merged as in `Weights.linear`.
     """
-    parts = [weights.parts(own, rows, columns) for own in names]
+    parts = weights.experts(names, rows, columns)
     merged = [one for own in parts if (one := merge([(w, kind) for w, _, kind in own]))]
     if len(merged) == len(parts):
         whole = dense(merged) or group(

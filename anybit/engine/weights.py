@@ -138,6 +138,10 @@ class Weights:
                 self.quantized_bytes += weight.nbytes()
         return out
 
+    def experts(self, names: list[list[str]], rows: list[int], columns: int) -> list[list[Part]]:
+        """The `parts` of each expert."""
+        return [self.parts(own, rows, columns) for own in names]
+
     def coded(self, name: str) -> bool:
         """Whether an embedding is quantized."""
         return False

@@ -12,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
 from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.engine import loader
 from anybit.engine.llm import LLM
 from anybit.engine.loader import formats_of, read_of
+from anybit.engine.models.fields import asked_by
+from anybit.engine.models.qwen_moe import Qwen3Moe
 from anybit.engine.weights import Reading, reading
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
@@ -140,6 +143,24 @@ def test_numbers_of_experts_that_are_none(tmp_path: Path, count: Any) -> None:
             LLM(out)
     else:
         LLM(out)
+
+
+def test_a_start_builds_no_module_for_each_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, init = [0], torch.nn.Module.__init__
+
+    def count(self: torch.nn.Module, *args: Any, **given: Any) -> None:
+        built[0] += 1
+        init(self, *args, **given)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", count)
+    found = {}
+    for experts in (2, 64):
+        built[0] = 0
+        config = Qwen3MoeConfig(num_experts=experts, num_hidden_layers=2)
+        asked = asked_by(Qwen3Moe, config)
+        assert sum(".experts." in name for name in asked.tensors) == 2 * 3 * experts
+        found[experts] = built[0]
+    assert found[2] == found[64]
 
 
 def test_a_start_imports_no_models() -> None:
