@@ -7,6 +7,8 @@ like the one behind which it stands.
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,7 +17,20 @@ from torch import Tensor, nn
 from anybit.engine.models.layers import Decoder, mixers_of
 from anybit.kernels.state import LayerState
 
-PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type, type(None))
+PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    type,
+    type(None),
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+)
 DEEP = 4  # objects inside of each other that are looked into
 
 
@@ -68,9 +83,13 @@ def look(value: Any, deep: int = DEEP) -> Any:
         return tuple((str(k), look(v, deep - 1)) for k, v in value.items())
     if isinstance(value, list | tuple):
         return type(value), tuple(look(each, deep - 1) for each in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(look(each, deep - 1) for each in value)
+    if isinstance(value, partial):
+        return partial, look((value.func, value.args, value.keywords), deep)
     if isinstance(value, nn.Module):
         return type(value), tuple(
             (name, type(m), *(look(v, DEEP - 1) for k, v in vars(m).items() if k != "_modules"))
             for name, m in value.named_modules()
         )
-    return type(value), look(getattr(value, "__dict__", {}), deep - 1)
+    return type(value), look(getattr(value, "__dict__", {}), deep)

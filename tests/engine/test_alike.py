@@ -1,6 +1,8 @@
 """Layers that launch what others do are left out of what finds kernels, and no others."""
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_map
 from anybit.engine.alike import first_pairs, look, without_repeats
 from anybit.engine.graphs import StepGraphs
 from anybit.engine.llm import LLM
-from tests.engine.conftest import ARCHITECTURES
+from tests.engine.conftest import ARCHITECTURES, random_model
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,43 @@ def test_each_pair_of_neighbours_is_kept(kinds: str, kept: list[int]) -> None:
     pairs = {(kinds[i - 1] if i else "", kinds[i]) for i in range(len(kinds))}
     found = {(kinds[a], kinds[b]) for a, b in pairwise(kept)}
     assert pairs <= found | {("", kinds[0])}
+
+
+class Holder:
+    def __init__(self, value: Any):
+        self.value = value
+
+    def method(self) -> None:
+        pass
+
+
+def deep(value: Any) -> Any:
+    return Holder(Holder(Holder(value)))
+
+
+ONE, OTHER = Holder(1), Holder(2)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({1}, {2}),
+        (frozenset("a"), frozenset("b")),
+        (len, max),
+        (deep, look),
+        (ONE.method, OTHER.method),
+        (partial(deep, 1), partial(deep, 2)),
+        (deep(1), deep(2)),
+        (deep(torch.ones(2)), deep(torch.ones(3))),
+    ],
+)
+def test_what_differs_looks_different(a: Any, b: Any) -> None:
+    module, other = torch.nn.Module(), torch.nn.Module()
+    module.value, other.value = a, b
+    assert look(module) != look(other)
+    other.value = copy.copy(a)
+    assert look(module) == look(other)
+    assert hash(look(module)) == hash(look(other))
 
 
 class Calls(TorchDispatchMode):
@@ -66,4 +105,23 @@ def test_a_step_calls_the_same(name: str, checkpoint: Callable[[str], Path]) -> 
                 graphs._forward(rows, size)
         seen.append(calls.seen)
     assert seen[1] == seen[2]
-    assert len(few.layers) <= len(runner.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("llama", 3),
+        ("qwen3_moe", 3),
+        ("qwen2", 4),
+        ("opt", 3),
+        ("mamba2", 3),
+        ("falcon_h1", 3),
+        ("gemma3", 4),
+    ],
+)
+def test_of_layers_that_are_alike_few_are_kept(name: str, kept: int, tmp_path: Path) -> None:
+    kind, options = ARCHITECTURES[name]
+    random_model(kind, options | {"num_hidden_layers": 6}).save_pretrained(tmp_path)
+    runner = LLM(tmp_path, dtype="bfloat16", length=64, max_running=2).engine.runner
+    few, _ = without_repeats(runner.model, runner.states)
+    assert (len(few.layers), len(runner.model.layers)) == (kept, 6)

@@ -76,10 +76,12 @@ class Attention(Mixer):
             )
             norms = (q, k, norm_eps(config))
             self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
-        self.scales, self.k_bias = weights.kv_scales(name, (kv_heads, dim)), 0.0
+        self.scales = weights.kv_scales(name, (kv_heads, dim))
+        self.k_bias = torch.zeros(())  # no float: layers that differ in it launch the same
         added = bias_of(self.qkv_proj)
         if added is not None and not added.is_meta:
-            self.k_bias = rms_of_heads(added[-2 * kv_heads * dim : -kv_heads * dim], dim)
+            k = added[-2 * kv_heads * dim : -kv_heads * dim]
+            self.k_bias = torch.tensor(rms_of_heads(k, dim))
 
     @property
     def last(self) -> nn.Module:
@@ -87,7 +89,7 @@ class Attention(Mixer):
 
     @property
     def memory(self) -> Heads:
-        return Heads(self.kv_heads, self.dim, self.scales, self.k_bias, self.dtype)
+        return Heads(self.kv_heads, self.dim, self.scales, float(self.k_bias), self.dtype)
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
