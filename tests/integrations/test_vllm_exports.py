@@ -19,6 +19,7 @@ from tests.tiny import short_pico
 
 WNA16 = "CompressedTensorsWNA16"
 SCHEMES = {  # of vLLM, by what is exported; the others are WNA16
+    "int4:group=32@int8": "CompressedTensorsWNA8Int",
     "int8@int8": "CompressedTensorsW8A8Int8",
     "fp8": "CompressedTensorsW8A16Fp8",
     "fp8@fp8": "CompressedTensorsW8A8Fp8",

@@ -375,6 +375,12 @@ def notes_of(
                 f"vLLM has no embeddings in {kind.format.spec} (that of {name}), only int2, int4 "
                 "and int8 without `zero`"
             )
+    rounded = [name for name, kind in layers.items() if kind.name == FORMAT and kind.activation]
+    if rounded:
+        notes.append(
+            f"vLLM reads packed integers with int8 activations, such as {rounded[0]}, from 0.26 "
+            "on, but not in experts, and only its humming kernels round the activations"
+        )
     experts = {kind.name for name, kind in layers.items() if EXPERT.search(name)}
     if "nvfp4-pack-quantized" in experts:
         notes.append(
