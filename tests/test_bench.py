@@ -2,20 +2,15 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import math
-import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from anybit.cli import doctor
 from anybit.errors import Unsupported
-from anybit.measure import bench, report, timing
+from anybit.measure import bench, timing
 from anybit.measure.bench import Case, Layer, Row
 from anybit.measure.timing import ReadFloor
 
@@ -257,63 +252,23 @@ def test_a_run_says_and_writes_every_row(two_sizes, tmp_path):
     assert " us " in said[1]
 
 
-def test_a_report_has_every_kind_of_kernels(two_sizes, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "SHAPES", [(32, 64)])
-    monkeypatch.setattr(doctor, "TOKENS", {"cpu": [1], "cuda": [1]})
-    path, console = tmp_path / "cpu.json", Console(record=True, width=200)
-    monkeypatch.setattr(bench, "run", partial(say_first, console, bench.run))
-    doctor.report(["int4"], path, console)
-    found = json.loads(path.read_text())
-    assert [row["peer"] for row in found["rows"]] == [
-        "torch",
-        "anybit",
-        "anybit-native",
-    ]
-    assert found["rows"][1]["us"] > 0
-    assert found["packages"]["torch"] == importlib.metadata.version("torch")
-    assert found["threads"] == torch.get_num_threads()
-    assert found["backends"]["int4"]["native"] is None
-    assert not list(tmp_path.glob("cpu.json.*"))
-    with pytest.raises(ValueError, match="not a directory to write"):
-        doctor.report(["int4"], tmp_path / "no" / "r.json")
-    with pytest.raises(ValueError, match="unknown format 'int99'"):
-        doctor.report(["int99"], path)
+def test_what_breaks_the_gpu_is_named(monkeypatch):
+    broken = []
 
+    def breaking(w):
+        broken.append(w)
+        raise RuntimeError("CUDA error")
 
-def say_first(console, run, *args, **options):
-    """What the report holds is told before anything is measured."""
-    assert "no paths" in console.export_text(clear=False)
-    return run(*args, **options)
+    def synchronize(device):
+        if broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-
-def test_a_report_names_no_folder_machine_or_user(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.platform, "node", lambda: "gpubox")
-    monkeypatch.setattr(report.Path, "home", lambda: Path("/home/ada"))
-    wrong = bench.blank(torch.device("cpu"))
-    note = "failed: /home/ada/.cache/anybit/k-1.o: ada on gpubox 3/4, C:\\Users\\ada\\x.dll"
-    report.write(
-        tmp_path / "r.json",
-        [replace(wrong, note=note)],
-        {"int4": {"mma": "report it with ~/x/verdicts.json", "native": None}},
-        torch.device("cpu"),
+    monkeypatch.setattr(timing, "synchronize", synchronize)
+    said = (
+        r"^culprit w16 bf16 at 32x64 left the GPU unusable \(RuntimeError: CUDA error: an illegal"
     )
-    text = (tmp_path / "r.json").read_text()
-    assert not re.search(r"ada|gpubox|cache|Users|~", text)
-    found = json.loads(text)
-    assert found["rows"][0]["note"] == "failed: .../k-1.o: ... on ... 3/4, .../x.dll"
-    assert found["backends"]["int4"] == {"mma": "report it with .../verdicts.json", "native": None}
-
-
-def test_reports_become_a_table(monkeypatch, tmp_path):
-    row = {"N": 32, "K": 64, "M": 1, "format": "int4", "activation": "int8", "note": ""}
-    peers = {"cublas": 5.0, "anybit": 2.0, "anybit-mma": 2.0, "anybit-hopper": None}
-    rows = [row | {"peer": peer, "us": us} for peer, us in peers.items()]
-    (tmp_path / "a.json").write_text(json.dumps({"gpu": "A", "system": "Linux", "rows": rows}))
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "docs/tables")
-    gpu_tables = importlib.import_module("gpu_tables")
-    monkeypatch.setattr(gpu_tables, "REPORTS", tmp_path)
-    line = gpu_tables.tables()["gpus"].splitlines()[-1]
-    assert line.endswith("| 32x64 | `int4@int8` | 1 | 5.0 |  | 2.0 |  |  |")
+    with pytest.raises(Unsupported, match=said):
+        measure(dense(peer="first"), dense(breaking, "culprit"), dense(peer="last"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import inspect
 import platform
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from anybit.kernels import registry
 from anybit.kernels.backend import LayerSpec, refuse_vendor
 from anybit.kernels.between import family_of
 from anybit.kernels.processor import processor
-from anybit.measure.report import version
+from anybit.measure import bench
+from anybit.measure.report import about, version, write
 
 PACKAGES = (
     "anybit",
@@ -77,22 +79,38 @@ def report(schemes: Sequence[str], path: Path, console: Console | None = None) -
     Raises:
         InvalidInput: A scheme is unknown.
         FileNotFoundError: The file's folder is not there.
+        Exception: What has ended the measuring; the file is written all the same, and says it.
     """
-    from anybit.measure import bench
-    from anybit.measure.report import write
-
     console = console or Console()
     check_folder(path)
     for scheme in schemes:
         parse_scheme(scheme)
     schemes = schemes or TIMED
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # With its number, torch knows the GPU's properties also after a kernel broke its context.
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(ABOUT.format(path=path, count=len(schemes)))
-    rows = bench.run(schemes, SHAPES, TOKENS[device.type], None, say, every=True)
-    answers = answers_of({scheme: parse_scheme(scheme) for scheme in specs()}, str(device))
-    write(path, rows, answers, device)
-    say(f"wrote {path}, {path.stat().st_size / 1e3:.0f} KB")
+    measuring = bench.start(schemes, SHAPES, TOKENS[device.type], say, every=True)
+    known = asked(device)
+    rows: list[bench.Row] = []
+    stopped: BaseException | None = None
+    try:
+        for row in measuring:
+            rows.append(row)
+    except BaseException as error:
+        stopped = error
+        raise
+    finally:
+        with suppress(Exception):  # a GPU that a kernel broke may not answer again
+            known = asked(device)  # with the self-tests of this run
+        write(path, known, rows, stopped)
+        why = f", which says what stopped it after {len(rows)} rows; attach it" if stopped else ""
+        say(f"wrote {path}, {path.stat().st_size / 1e3:.0f} KB{why}")
+
+
+def asked(device: torch.device) -> dict[str, Any]:
+    """What a report says beside rows, of every format."""
+    return about(device, answers_of({spec: parse_scheme(spec) for spec in specs()}, str(device)))
 
 
 def answers_of(layers: Mapping[str, tuple[Format, str | None]], device: str) -> Answers:

@@ -24,7 +24,7 @@ from anybit.kernels.between import seen_by
 from anybit.kernels.dense import free_bytes
 from anybit.kernels.processor import processor
 from anybit.kernels.registry import BACKENDS, get_backend, refusals
-from anybit.measure.timing import ReadFloor, medians_in_turns, rotated
+from anybit.measure.timing import ReadFloor, check_alive, medians_in_turns, rotated
 from anybit.nn.linear import QuantLinear
 from anybit.quantizers.quantize import quantize_tensor
 
@@ -178,12 +178,27 @@ def run(
     ms: Sequence[int],
     csv_path: Path | None = None,
     say: Callable[[str], None] = print,
-    every: bool = False,
 ) -> list[Row]:
-    """`anybit bench`: time schemes ("fp6", "liquid@int8") against the dense layer, on this machine.
+    """`anybit bench`: the rows of `start`, all of them; written to `csv_path` if there is one."""
+    if csv_path:
+        check_folder(csv_path)
+    rows = list(start(schemes, shapes, ms, say))
+    if csv_path:
+        write_csv(csv_path, rows)
+    return rows
 
-    Says each row as it is measured and returns all; writes them to `csv_path` if there is one. With
-    `every`, times each kind of kernels for this device beside the one that a layer gets.
+
+def start(
+    schemes: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    ms: Sequence[int],
+    say: Callable[[str], None],
+    every: bool = False,
+) -> Iterator[Row]:
+    """Time schemes ("fp6", "liquid@int8") against the dense layer, on this machine.
+
+    Checks what is asked at once; says and yields each row as it is measured. With `every`, times
+    each kind of kernels for this device beside the one that a layer gets.
     Raises ValueError for unknown formats and for shapes that one of them cannot store.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -193,18 +208,15 @@ def run(
     for scheme in schemes:
         for shape in shapes:
             parse_scheme(scheme)[0].check(*shape)
-    if csv_path:
-        check_folder(csv_path)
     check_memory(shapes, ms, device)
-    rows: list[Row] = []
-    for row in measure(cases, shapes, ms, device, current_commit()):
-        if not rows:
-            say(f"on {row.gpu}")
-        say(line(row))
-        rows.append(row)
-    if csv_path:
-        write_csv(csv_path, rows)
-    return rows
+
+    def rows() -> Iterator[Row]:
+        say(f"on {device_name(device)}")
+        for row in measure(cases, shapes, ms, device, current_commit()):
+            say(line(row))
+            yield row
+
+    return rows()
 
 
 def check_memory(
@@ -241,7 +253,10 @@ def measure(
         random = torch.Generator(device).manual_seed(n * 31 + k)
         w = torch.randn(n, k, device=device, generator=random) * 0.02
         x = torch.randn(max(ms), k, device=device, generator=random)
-        entries = [_Entry(case, w, x, ms) for case in [baseline, *others]]
+        entries: list[_Entry] = []
+        for case in [baseline, *others]:
+            entries.append(_Entry(case, w, x, ms))
+            check_alive(device, f"{case.peer} {case.format} {case.activation} at {n}x{k}")
         for m in ms:
             if device.type == "cuda":  # what graphs took
                 torch.cuda.empty_cache()

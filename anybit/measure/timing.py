@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from anybit.errors import InvalidInput
+from anybit.errors import InvalidInput, Unsupported, in_a_line
 
 T = TypeVar("T")
 
@@ -202,3 +202,20 @@ def _readers(data: list[Tensor], device: torch.device) -> Iterator[list[Callable
 
     for config in CONFIGS:
         yield [partial(read, t.view(torch.int32), config) for t in data]
+
+
+def check_alive(device: torch.device, what: str) -> None:
+    """Unsupported where `what`, the last that ran, left a GPU of which nothing is to be had."""
+    try:
+        synchronize(device)
+    except RuntimeError as error:
+        raise Unsupported(
+            f"{what} left the GPU unusable ({in_a_line(error)}); measure other formats, and "
+            "report this one"
+        ) from error
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU does, and raise what it died of."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
