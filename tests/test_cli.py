@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -109,20 +108,6 @@ def test_generate_prints_the_completion_and_samples_by_the_seed() -> None:
         for seed in (1, 1, 2)
     ]
     assert sampled[0] == sampled[1] != sampled[2]
-
-
-def test_doctor_shows_a_backend_for_every_format() -> None:
-    stdout, _ = run("doctor")
-    lines = stdout.splitlines()
-    assert len(lines) <= 24 + 12 * torch.cuda.device_count()  # a screen
-    assert lines[0].startswith("cpu: ")
-    runs = " ".join(stdout.partition("not on")[0].split())
-    if "all formats" not in runs:
-        for name in dict(known_formats()).keys() - {"fp"}:
-            assert re.search(rf"[ ,]{re.escape(name)}(,|$| )", runs)
-    else:  # what does not run there runs elsewhere
-        for name in re.findall(r"all formats but ([a-z0-9_, ]+?) runs on", runs):
-            assert all(runs.count(one) == 2 for one in name.split(", "))
 
 
 def test_formats_lists_every_name_with_its_bits() -> None:
@@ -493,24 +478,6 @@ def test_a_calibrated_run_ends_with_the_same_summary(tmp_path: Path) -> None:
         "out: 14 layers with 1.573 million weights quantized, 6 tensors kept, 0 tensors dropped; "
     )
     assert f"{summary}5.25 MB -> " in stdout.replace("\n", "")
-
-
-def test_the_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
-    assert run("cache")[0] == f"{tmp_path}\nempty\n"
-    for name in ("converted/llama-12", "native", "checkpoints", "mine"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "a.o").write_bytes(bytes(1000))
-    (tmp_path / "tiles-h200.json").write_text("{}")
-    stdout, _ = run("cache")
-    assert "  0.001 MB  models of other tools, converted\n      0.001 MB  llama-12" in stdout
-    assert "tiles that `anybit tune` has found" in stdout
-    got = CliRunner().invoke(app, ["cache", "--clear"], input="n\n")
-    assert got.exit_code == 0
-    assert (tmp_path / "native").exists()
-    assert run("cache", "--clear", "--yes")[0].endswith("removed 0.003 MB\n")
-    assert [path.name for path in tmp_path.rglob("*.o")] == ["a.o"]
-    assert not (tmp_path / "converted" / "llama-12").exists()
 
 
 def test_help_teaches_the_first_steps_and_puts_authors_commands_apart() -> None:

@@ -1,4 +1,4 @@
-"""`anybit doctor --report`: what the file holds, what it never holds, and that it is written."""
+"""`anybit doctor`: what it shows, what its report holds and never holds, and that it is written."""
 
 import importlib
 import importlib.metadata
@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 
 from anybit.cli import doctor
+from anybit.core.format import known_formats
 from anybit.errors import in_a_line
 from anybit.measure import bench, report, timing
 from anybit.measure.bench import Row
 from anybit.measure.timing import ReadFloor
+from tests.test_cli import run
 
 CPU = torch.device("cpu")
 
@@ -40,6 +42,20 @@ def ada(monkeypatch):
     monkeypatch.setattr(report.platform, "node", lambda: "gpu12.corp.example")
     monkeypatch.setattr(report.getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(report.Path, "home", lambda: Path("/home/countess"))
+
+
+def test_doctor_shows_a_backend_for_every_format() -> None:
+    stdout, _ = run("doctor")
+    lines = stdout.splitlines()
+    assert len(lines) <= 24 + 12 * torch.cuda.device_count()  # a screen
+    assert lines[0].startswith("cpu: ")
+    runs = " ".join(stdout.partition("not on")[0].split())
+    if "all formats" not in runs:
+        for name in dict(known_formats()).keys() - {"fp"}:
+            assert re.search(rf"[ ,]{re.escape(name)}(,|$| )", runs)
+    else:  # what does not run there runs elsewhere
+        for name in re.findall(r"all formats but ([a-z0-9_, ]+?) runs on", runs):
+            assert all(runs.count(one) == 2 for one in name.split(", "))
 
 
 def test_a_report_has_every_kind_of_kernels(small, tmp_path, monkeypatch):
