@@ -14,16 +14,21 @@ LONGEST = max(map(len, (*OPEN, *CLOSE, "</parameter/>"))) - 1
 HEADER = re.compile(r"[^>\n]*>?")
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>")
 END = re.compile(r"\n?</parameter/?>")
+BLANK = re.compile(r"\s*")
+BEGINS = {"[": "array", "{": "object"}
+DECODER = json.JSONDecoder(parse_int=lambda digits: 0)
 
 
 class FunctionCall:
     """A call's text behind `<function=`, read as it grows.
 
     Values may hold the marks. So an end mark ends the call behind a parameter's end, or in front of
-    another mark of a call, or of nothing.
+    another mark of a call, or of nothing; but not in a string of JSON, which ends behind it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        self.tools = tools
+        self._inside: tuple[str, int] | None = None  # the first text that ended in such a string
         self._parts: list[str] = []
         self._tail, self._length = "", 0  # what may be the beginning of a mark; what was read
         self._header = False  # whether it has been read
@@ -49,10 +54,14 @@ class FunctionCall:
         while mark := MARKS.search(self._tail):
             self._between(mark.start())
             size = len(mark[0])
-            if mark[0] in OPEN + CLOSE and self._end is not None:
-                return "".join(self._parts)[: self._end], self._tail
-            if mark[0] in OPEN + CLOSE and self._closed:
-                return "".join(self._parts), self._tail[size if mark[0] in CLOSE else 0 :]
+            if mark[0] in OPEN + CLOSE and (self._end is not None or self._closed):
+                whole, at = "".join(self._parts), self._length
+                if self._end is not None:
+                    whole = whole[: self._end]
+                elif mark[0] in CLOSE:
+                    at += size
+                if (call := self._ended(whole, at)) is not None:
+                    return call
             if mark[0] in CLOSE:
                 self._end = self._length
                 self._take(size)
@@ -67,10 +76,26 @@ class FunctionCall:
     def finish(self) -> tuple[str, str] | None:
         """The same when no more follows; None if the call is not whole."""
         text = self.text
+        if self._inside is not None and cut_off(text, self.tools) is not None:
+            return self._first()
         if self._header and self._closed and not self._tail.strip():
             return text, ""
         begin, end = self._ends
         return (text[:begin], text[end:]) if end else None
+
+    def _ended(self, whole: str, at: int) -> tuple[str, str] | None:
+        """The call's text and what stands behind it at `at`; None if that is in a string."""
+        broken = cut_off(whole, self.tools)
+        if broken:
+            self._inside = self._inside or (whole, at)
+            return None
+        return (whole, self.text[at:]) if broken is None or self._inside is None else self._first()
+
+    def _first(self) -> tuple[str, str]:
+        """The first end, as what seemed to be a string never became one of JSON."""
+        assert self._inside is not None
+        whole, at = self._inside
+        return whole, self.text[at:]
 
     def _take(self, size: int) -> None:
         self._parts.append(self._tail[:size])
@@ -93,22 +118,14 @@ def called(text: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
     header = HEADER.match(text)
     assert header is not None
     name, body = name_of(header[0].removesuffix(">")), text[header.end() :]
-    functions = (tool["function"] for tool in tools)
-    schema = next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
+    schema = schema_of(name, tools)
     types, rest = properties(schema), schema.get("additionalProperties", {})
-    found: list[tuple[str, int, int]] = []  # of each parameter: its key, and where it stands
-    seen: set[str] = set()
-    for mark in PARAMETER.finditer(body):
-        key, before = name_of(mark[1]), body[: mark.start()].rstrip(" \t")
-        ended = not before.strip() or before.rstrip().endswith(("</parameter>", "</parameter/>"))
-        if ended or (before.endswith("\n") and key in types and key not in seen):
-            found.append((key, mark.start(), mark.end()))
-            seen.add(key)
+    found = parameters_in(body, schema)
     arguments: dict[str, str] = {}
-    stops = [begin for _, begin, _ in found[1:]] + [len(body)]
-    for (key, _, begin), stop in zip(found, stops, strict=False):
+    stops = [begin for _, begin, _, _ in found[1:]] + [len(body)]
+    for (key, _, begin, json_end), stop in zip(found, stops, strict=False):
         value = body[begin:stop]
-        ends = list(END.finditer(value))
+        ends = list(END.finditer(value, max(json_end - begin, 0)))
         value = value[: ends[-1].start()] if ends else value.rstrip(" \t").removesuffix("\n")
         while ends and len(ends) > 1 and value.rstrip().endswith(("</parameter>", "</parameter/>")):
             ends.pop()  # the mark is repeated
@@ -116,6 +133,58 @@ def called(text: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
         arguments[key] = typed(value.removeprefix("\n"), types.get(key, rest), schema)
     parts = (f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in arguments.items())
     return name, f"{{{', '.join(parts)}}}"
+
+
+def schema_of(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    functions = (tool["function"] for tool in tools)
+    return next((f.get("parameters") for f in functions if f["name"] == name), None) or {}
+
+
+def cut_off(text: str, tools: list[dict[str, Any]]) -> bool | None:
+    """Whether a call's text ends in a string of JSON; None if its last value is whole, or no JSON.
+
+    False: it is broken otherwise.
+    """
+    header = HEADER.match(text)
+    assert header is not None
+    schema, body = schema_of(name_of(header[0].removesuffix(">")), tools), text[header.end() :]
+    found = parameters_in(body, schema)
+    return {-1: True, -2: False}.get(found[-1][3]) if found else None
+
+
+def parameters_in(body: str, schema: Any) -> list[tuple[str, int, int, int]]:
+    """Of each parameter its key, where its mark begins and ends, and its `json_end`."""
+    types, rest = properties(schema), schema.get("additionalProperties", {})
+    found: list[tuple[str, int, int, int]] = []
+    seen: set[str] = set()
+    at = 0
+    while mark := PARAMETER.search(body, at):
+        key, before = name_of(mark[1]), body[: mark.start()].rstrip(" \t")
+        at = mark.end()
+        ended = not before.strip() or before.rstrip().endswith(("</parameter>", "</parameter/>"))
+        if ended or (before.endswith("\n") and key in types and key not in seen):
+            end = json_end(body, at, kinds(types.get(key, rest), schema))
+            found.append((key, mark.start(), at, end))
+            seen.add(key)
+            at = max(at, end)
+    return found
+
+
+def json_end(body: str, at: int, wanted: frozenset[str]) -> int:
+    """Where a list or an object that begins there ends; 0: there is none.
+
+    -1: The text ends in a string of it. -2: It is no JSON otherwise.
+    """
+    blank = BLANK.match(body, at)
+    assert blank is not None
+    if BEGINS.get(body[blank.end() : blank.end() + 1]) not in wanted:
+        return 0
+    try:
+        return DECODER.raw_decode(body, blank.end())[1]
+    except json.JSONDecodeError as error:
+        return -1 if error.msg.startswith("Unterminated string") else -2
+    except RecursionError:
+        return -2
 
 
 def properties(schema: Any) -> dict[str, Any]:

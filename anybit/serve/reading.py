@@ -4,12 +4,11 @@ import json
 import re
 import string
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from anybit.serve.functions import FunctionCall, name_of
+from anybit.serve.functions import FunctionCall, called, name_of
 
 SPACE = string.whitespace
 
@@ -263,7 +262,7 @@ class Calls:
     open: marks that calls begin with. between: what may stand between and after them. tools: names
     of those that a call without a mark may call; bare: whether an object at the text's beginning
     may be one. named: whether the name may stand before the arguments, as `name[ARGS]{...}`. xml:
-    reads `<function=...>`, if such calls follow the mark. separators: characters that may stand
+    the tools, if calls as `<function=...>` follow the mark. separators: characters that may stand
     between calls.
     """
 
@@ -276,19 +275,19 @@ class Calls:
         tools: frozenset[str] = frozenset(),
         bare: bool = False,
         named: bool = False,
-        xml: Callable[[str], tuple[str, str]] | None = None,
+        xml: list[dict[str, Any]] | None = None,
         separators: str = "",
     ):
         self.open, self.between, self.tools = open, between, tools
         self.bare, self.named, self.xml = bare, named, xml
-        self.inner: tuple[str, ...] = ("<function=",) if xml else ()
+        self.inner: tuple[str, ...] = ("<function=",) if xml is not None else ()
         self.separators = separators
         self.count, self.held = 0, ""
         self.said: int | None = None  # the number of calls when content passed
         self.blank: list[str] = []  # white space or separators that follow it and change nothing
         self.call, self.started = JsonCall(), False  # whether the call's name has passed
         self.body = Collected("")  # of a name
-        self.function = FunctionCall()
+        self.function = FunctionCall(xml or [])
         self.marked = not bare  # whether a mark stands before what is read
         # A state takes from what is held, adds pieces, and says whether to go on.
         self.state = self._begin if bare else self._content
@@ -387,9 +386,9 @@ class Calls:
         ahead = self.held.lstrip(SPACE + self.separators)
         if ahead[0] == "{":
             self.state, self.held, self.call = self._object, ahead, JsonCall()
-        elif self.xml and ahead.startswith(self.inner):
+        elif self.xml is not None and ahead.startswith(self.inner):
             self.held = ahead.removeprefix(self.inner[0])
-            self.state, self.function = self._function, FunctionCall()
+            self.state, self.function = self._function, FunctionCall(self.xml)
         elif self.named and (ahead[0].isalnum() or ahead[0] == "_"):
             self.state, self.held, self.body = self._name, ahead, Collected("{")
         else:
@@ -443,7 +442,7 @@ class Calls:
         if found is None:
             return False
         assert self.xml is not None
-        name, arguments = self.xml(found[0])
+        name, arguments = called(found[0], self.xml)
         self.held = found[1]
         self.out += [Piece("call", "", self.count, name), Piece("call", arguments, self.count)]
         self.count += 1

@@ -9,7 +9,6 @@ from typing import Any
 from anybit.engine.schemas import json_rule, kinds
 from anybit.errors import InvalidInput
 from anybit.serve.function_grammar import Functions, Unwritable
-from anybit.serve.functions import called
 from anybit.serve.harmony import Harmony
 from anybit.serve.reading import Calls, Piece, Plain, Reader
 
@@ -186,7 +185,7 @@ FAMILIES = {
             ("<tool_call>",),
             ("</tool_call>", "</function>"),
             tools=names(tools),
-            xml=lambda body: called(body, tools),
+            xml=tools,
         ),
         calls=coder_calls,
     ),

@@ -18,8 +18,15 @@ from anybit.serve.reading import Piece
 from anybit.serve.tools import FAMILIES, Family
 from tests.engine.conftest import PICO
 from tests.serve.conftest import serving
+from tests.serve.test_reading import read
 from tests.serve.test_requests import HI, ok
 
+CUT = [
+    "a</parameter>\n<parameter=note>b",
+    "</function> </tool_call> now",
+    "</parameter><tool_call>",
+]
+CUT += ["</tool_call><tool_call>", "free", "</parameter></function>"]
 EDIT = {
     "type": "object",
     "properties": {
@@ -28,6 +35,7 @@ EDIT = {
         "mode": {"enum": ["a", "bc", None]},
         "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}, "maxItems": 2},
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "items": {"type": "array", "items": {"enum": CUT}, "maxItems": 2},
         "either": {"anyOf": [{"type": "string"}, {"$ref": "#/properties/lines"}]},
     },
     "required": ["path", "mode", "lines"],
@@ -144,6 +152,25 @@ def test_forced_calls_are_read_as_valid_ones(name: str, added: str) -> None:
                 assert jsonschema_rs.is_valid(schema, json.loads(arguments)), (text, arguments)
                 seen.add(called_name)
     assert seen == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_lists_hold_the_marks_of_calls(size: int) -> None:
+    reader = FAMILIES["qwen-coder"].reader
+    schema = {"type": "object", "properties": {"x": {"type": "array"}, "y": {"type": "string"}}}
+    tools: list[dict[str, Any]] = [{"function": {"name": "f", "parameters": schema}}]
+    begin, end = "<tool_call>\n<function=f>\n<parameter=x>\n", "</function>\n</tool_call>"
+    for mark in CUT:
+        value = json.dumps([mark, {mark: mark}])
+        for more in ("", "<parameter=y>\nz\n</parameter>\n"):
+            text = f"{begin}{value}\n</parameter>\n{more}{end}"
+            _, content, [(_, arguments)] = read(reader(tools), f"{text} Then.", size)
+            want = {"x": json.loads(value)} | ({"y": "z"} if more else {})
+            assert (content, json.loads(arguments)) == ("Then.", want)
+    for broken in ('["a]', '["a', "[1", "['a', "):  # what follows is not taken for a part of it
+        text = f"{begin}{broken}\n</parameter>\n{end}"
+        _, content, calls = read(reader(tools), f'{text}\n{text}\nSay "hi".', size)
+        assert (content, calls) == ('Say "hi".', 2 * [("f", json.dumps({"x": broken}))])
 
 
 @pytest.mark.parametrize("parser", ["qwen-coder", "harmony"])
