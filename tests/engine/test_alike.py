@@ -93,6 +93,8 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_step_calls_the_same(name: str, checkpoint: Callable[[str], Path]) -> None:
     runner = LLM(checkpoint(name), dtype="bfloat16", length=64, max_running=2).engine.runner
+    if runner.overlaps and runner.graphs is None:
+        pytest.skip("on a GPU none of its steps is captured")
     few, states = without_repeats(runner.model, runner.states)
     prompts = () if runner.model.recurrent else (16,)
     graphs = StepGraphs(runner.model, runner.states, runner.block_size, 2, 8, prompts=prompts)

@@ -64,6 +64,7 @@ IDLE = {
     "output_hidden_states",
     "output_router_logits",
     "pad_token_id",
+    "prefix",
     "quantization_config",
     "resid_pdrop",
     "residual_dropout",
