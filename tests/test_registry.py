@@ -54,7 +54,8 @@ def test_methods_choose_other_codes(tmp_path: Path) -> None:
         run("quantize", PICO, *PART, *text, "--method", method, "-o", tmp_path / method)
         found[method] = codes(tmp_path / method)
         assert len(found[method]) == 4
-    assert len({json.dumps(value) for value in found.values()}) == len(found)
+    assert found["hqq"] == found["clip"]  # whose scales formats without zero points get
+    assert len({json.dumps(value) for value in found.values()}) == len(found) - 1
     run("quantize", PICO, *PART, *TEXT, "-o", tmp_path / "default")
     assert codes(tmp_path / "default") == found["gptq"]
     model = AutoModelForCausalLM.from_pretrained(PICO)
