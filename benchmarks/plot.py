@@ -221,6 +221,8 @@ def draw(
         axes.xaxis.minorticks_off()
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.25)
+    if any(len(found) == 1 for found in lines.values()):
+        axes.margins(x=0.25)  # for the name of a point
     name_lines(axes, lines)
     for color, (group, found) in zip(COLORS[len(lines) :], (named or {}).items(), strict=False):
         axes.plot(*zip(*found.values(), strict=True), "D", color=color, markersize=5, label=group)

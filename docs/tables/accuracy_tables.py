@@ -41,7 +41,8 @@ def rotation(row: Row) -> bool:
 def chosen_from(row: Row) -> bool:
     """What formats are chosen by; others are in the file."""
     others = ("fp8", "int6", "nf4", "int4", "int5:group=64", "int2:group=32,zero", "int4:group=32")
-    return row["method"] == "kv" or row["spec"] not in others
+    few = row["spec"] in ("mxfp4", "int8@int8") or row["method"] == "hqq"
+    return row["method"] == "kv" or not (few or row["spec"] in others)
 
 
 def published(row: Row) -> bool:
@@ -58,10 +59,11 @@ def bits(row: Row) -> float:
 def by_bits(file: str, model: str = "", keep: Keep = lambda row: True) -> str:
     """Rows of a model, or of all, by bits and then loss."""
     rows = [row for row in read(file) if model in ("", row["model"]) and keep(row)]
-    out = []
+    most, out = max((int(row["tokens"]) for row in rows), default=0), []
     for row in sorted(rows, key=lambda r: (-bits(r), r["spec"], -float(r["loss"]))):
         if row["method"] != "dense":
-            scores = loss(row), f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}"
+            lost = loss(row) + "\\*" * (int(row["tokens"]) < most / 2)
+            scores = lost, f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}"
             cache = " KV cache" if row["method"] == "kv" else ""
             out.append([short(row["spec"]) + cache, label(row), f"{bits(row):.2f}", *scores])
     return markdown(["format", "quantizer", "bits", "loss, nats", "KL", "top-1"], out, words=2)

@@ -46,7 +46,6 @@ QWEN3_32B = llama(5120, 64, 25600, 64, words=151936)
 def tables() -> dict[str, str]:
     return {
         "large": large(),
-        "first": first(),
         "beside": beside(),
         "speed": speed(),
         "hardware": hardware(),
@@ -72,6 +71,7 @@ def studied() -> dict[tuple[str, str], Row]:
 def large() -> str:
     """That model: what has been measured, and the tasks of the formats that were kept for them."""
     rows, tasks, out = studied(), read("tasks_qwen2.5-coder-1.5b"), []
+    most = max((int(row["tokens"]) for row in rows.values()), default=0)
     for name in LARGE:
         own = [row for (spec, method), row in rows.items() if spec == name and method != "kv"]
         best = min(own, key=lambda row: float(row["kl"]), default=None)
@@ -79,7 +79,7 @@ def large() -> str:
             if row is not best and row["method"] != "rtn":
                 continue
             sizes = [f"{float(row['bits']):.2f}", f"{float(row['gb']):.2f}"]
-            scored = [loss(row), f"{float(row['kl']):.4f}"]
+            scored = [loss(row) + "\\*" * (int(row["tokens"]) < most), f"{float(row['kl']):.4f}"]
             cells = [f"`{name}`", quantizer(row), *sizes, *scored]
             out.append(cells + (task(row, tasks) if tasks else []))
     if not out:
@@ -109,8 +109,9 @@ def percent(row: Row, name: str) -> str:
 
 def conditions(rows: Sequence[Row]) -> str:
     """On what a study's rows were measured, in words."""
-    sizes = {(int(row["tokens"]), row["windows"].split()[-1], row["gpu"]) for row in rows}
-    said = [f"{n:,} tokens in windows of {window} ({gpu})" for n, window, gpu in sorted(sizes)]
+    sizes = {(-int(row["tokens"]), row["windows"].split()[-1], row["gpu"]) for row in rows}
+    said = [f"{-n:,} tokens in windows of {window} ({gpu})" for n, window, gpu in sorted(sizes)]
+    said[1:] = [f"with a star {one}" for one in said[1:]]
     samples = {f"{row['samples']} windows of {row['length']}" for row in rows if row["text"]}
     more = "".join(f"; calibrated on {one}" for one in sorted(samples))
     return f"*Half English, half Python: {', '.join(said)}{more}.*"
@@ -124,26 +125,6 @@ def published(spec: str, method: str) -> Row | None:
         if (row["spec"], row["method"]) == (spec, method) and row["text"] in ("", "mixed")
     ]
     return min(rows, key=lambda row: row["tokens"] != TEXT, default=None)
-
-
-# What refining adds on a small model: format, before and after in the study's words.
-FIRST = (
-    ("fp:e2m3", "gptq-gradients", "gptq-gradients+pv"),
-    ("trellis:bits=4,rotate=kn", "gptq-gradients", "gptq-gradients+tune"),
-    ("trellis:bits=3,rotate=kn", "gptq-gradients", "gptq-gradients+tune"),
-    ("trellis:rotate=kn", "gptq-gradients", "gptq-gradients+tune"),
-)
-
-
-def first() -> str:
-    out = []
-    for spec, *methods in FIRST:
-        before, after = (published(spec, method) for method in methods)
-        if before is None or after is None:
-            return ""
-        cells = [f"{float(after['bits']):.2f}", loss(before), loss(after)]
-        out.append([f"`{spec}`", *cells, f"{float(after['kl']):.4f}"])
-    return markdown(["format", "bits", "`gptq+gradients`", "refined", "KL, refined"], out)
 
 
 FILES = ("Q5_K_M", "Q4_K_M", "IQ4_XS")  # of llama.cpp, of which the table has a line
