@@ -329,12 +329,6 @@ def test_pico_says_the_same_in_transformers_and_the_engine(spec: str, tmp_path: 
     assert generated(PICO, plan, 24) == want
 
 
-def test_compressed_tensors_have_no_place_for_them(dense: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(dense, tmp_path / "out", {"*": "int8", WORDS: "int8"})
-    with pytest.raises(InvalidInput, match="embed_tokens: its codes are of linear layers"):
-        export_checkpoint(tmp_path / "out", tmp_path / "ct")
-
-
 def test_gguf_has(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     model = random_model("llama", {"vocab_size": 96, "rms_norm_eps": 1e-5})

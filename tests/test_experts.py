@@ -366,7 +366,8 @@ def test_experts_learn_from_the_tokens_that_they_see(kind, quantizer, scheme, sh
 def test_other_quantizers(kind, quantizer, tmp_path):
     """Two or three bits for all layers of experts: a smaller KL than by rounding to nearest."""
     random_model(*ARCHITECTURES[kind]).save_pretrained(tmp_path / "dense")
-    spec = "codebook:m=1,v=4,b=8" if isinstance(quantizer, Additive) else "int3:group=16,zero"
+    specs = {Clip: "int3:group=16", HQQ: "int3:group=16,zero", Additive: "codebook:m=1,v=4,b=8"}
+    spec = specs[type(quantizer)]
     dense, other = loaded(tmp_path / "dense"), list(text()[:8])
     plan = {"*": None, "*.experts.*": spec}
     chosen, rounded = (
