@@ -29,13 +29,7 @@ from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.experts import Experts, fused_experts, published, split
 from anybit.nn.gates import gates
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import (
-    TINY,
-    dense_layers,
-    dequantize_,
-    linear_schemes,
-    quantized_layers,
-)
+from anybit.nn.model import TINY, dense_layers, dequantize_, linear_schemes, quantized_layers
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
@@ -46,6 +40,7 @@ from tests.tiny import same_output, same_state
 KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")
 LAYOUTS = ("one by one", "fused")
 PROMPT = list(range(2, 40))
+CODES = "codebook:m=1,v=4,b=8"
 
 
 def exact_model(kind):
@@ -366,8 +361,7 @@ def test_experts_learn_from_the_tokens_that_they_see(kind, quantizer, scheme, sh
 def test_other_quantizers(kind, quantizer, tmp_path):
     """Two or three bits for all layers of experts: a smaller KL than by rounding to nearest."""
     random_model(*ARCHITECTURES[kind]).save_pretrained(tmp_path / "dense")
-    specs = {Clip: "int3:group=16", HQQ: "int3:group=16,zero", Additive: "codebook:m=1,v=4,b=8"}
-    spec = specs[type(quantizer)]
+    spec = {Clip: "int3:group=16", HQQ: "int3:group=16,zero"}.get(type(quantizer), CODES)
     dense, other = loaded(tmp_path / "dense"), list(text()[:8])
     plan = {"*": None, "*.experts.*": spec}
     chosen, rounded = (
