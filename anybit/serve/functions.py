@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from anybit.engine.schemas import followed, kind, kinds
+from anybit.errors import InvalidInput
 
 OPEN, CLOSE = ("<tool_call>", "<function="), ("</function>", "</tool_call>")
 MARKS = re.compile("|".join((*OPEN, *CLOSE, "</parameter/?>")))
@@ -212,4 +213,4 @@ def typed(text: str, schema: Any, root: Any) -> str:
 
 
 def unread(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
+    raise InvalidInput(f"{constant} is not JSON")
