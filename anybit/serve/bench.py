@@ -279,9 +279,11 @@ async def ask(client: "httpx.AsyncClient", form: Form, body: dict[str, Any], see
 async def put(
     load: Load, client: "httpx.AsyncClient", form: Form, model: str, largest: int
 ) -> list[Seen]:
-    """Ask for random prompts of tokens from `SMALLEST_TOKEN` up to below `largest`."""
-    rng = random.Random(0)
-    plan = load.plan(rng)
+    """Ask for random prompts of tokens from `SMALLEST_TOKEN` up to below `largest`.
+
+    Times and lengths are the same each time; prompts are new, so that no prefix cache has them.
+    """
+    plan, rng = load.plan(random.Random(0)), random.Random()
     bodies = [
         form.body(model, [rng.randrange(SMALLEST_TOKEN, largest) for _ in range(prompt)], tokens)
         for _, prompt, tokens in plan

@@ -159,6 +159,17 @@ def test_servers_that_know_less(answer: Any, takes: Any, said: str, stand_in: An
         assert body["max_tokens"] == 5
 
 
+def test_prompts_are_new_each_time_and_lengths_are_not(stand_in: Any) -> None:
+    """Else a prefix cache would have them, in whichever server is asked twice."""
+    url, asked = stand_in(as_vllm)
+    drawn = []
+    for _ in range(2):
+        bench(url, "--streams", 1, "--requests", 3, "--prompt", "20~1.0", "--output", 2)
+        drawn.append([tuple(body["prompt"]) for _, body in asked[-3:]])
+    assert [*map(len, drawn[0])] == [*map(len, drawn[1])]
+    assert not {*drawn[0]} & {*drawn[1]}
+
+
 def test_failures_are_told(stand_in: Callable[[Any], tuple[str, list[Any]]]) -> None:
     url, _ = stand_in(broken)
     shown = bench(url, "--requests", 3, code=1)
