@@ -77,11 +77,6 @@ class Attention(Mixer):
             norms = (q, k, norm_eps(config))
             self.norms, self.whole_norms = (None, norms) if qk_norm == "whole" else (norms, None)
         self.scales = weights.kv_scales(name, (kv_heads, dim))
-        self.k_bias = torch.zeros(())  # no float: layers that differ in it launch the same
-        added = bias_of(self.qkv_proj)
-        if added is not None and not added.is_meta:
-            k = added[-2 * kv_heads * dim : -kv_heads * dim]
-            self.k_bias = torch.tensor(rms_of_heads(k, dim))
 
     @property
     def last(self) -> nn.Module:
@@ -89,7 +84,10 @@ class Attention(Mixer):
 
     @property
     def memory(self) -> Heads:
-        return Heads(self.kv_heads, self.dim, self.scales, float(self.k_bias), self.dtype)
+        added, size, largest = bias_of(self.qkv_proj), self.kv_heads * self.dim, 0.0
+        if added is not None and not added.is_meta:
+            largest = rms_of_heads(added[-2 * size : -size], self.dim)
+        return Heads(self.kv_heads, self.dim, self.scales, largest, self.dtype)
 
     def forward(
         self, x: Tensor | Activations, rope: Rope, cache: LayerCache, batch: Batch
