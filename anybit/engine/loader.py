@@ -33,7 +33,7 @@ from anybit.engine.weights import (
 )
 from anybit.errors import InvalidInput, Unsupported, loading
 from anybit.files.directory import quantization_of, read_json
-from anybit.files.safetensors import stored_tensors
+from anybit.files.safetensors import Stored, stored_tensors
 from anybit.nn.model import quantized_modules
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
@@ -129,11 +129,12 @@ def load(
     directory = ready(directory)
     raw = read_json(directory / "config.json")
     formats = formats_of(raw, directory)
-    bare = cache(partial(bare_model, directory))
+    stored = stored_tensors(directory)
+    bare = cache(partial(bare_model, directory, stored))
     model: Decoder | Generator
     plan, head = None, None
     try:
-        kind, read = read_of(directory, bare, formats, quantization)
+        kind, read = read_of(directory, stored, bare, formats, quantization)
         config = read.config
         dtype = dtype or dtype_of(config)
         weights = Checkpoint(directory, device, dtype, read, formats, keep)
@@ -193,6 +194,7 @@ def dtype_of(config: PretrainedConfig) -> torch.dtype:
 
 def read_of(
     directory: Path,
+    stored: Mapping[str, Stored],
     bare: Callable[[], Any],
     formats: Mapping[str, str | None] | None,
     quantization: Spec | Plan | None,
@@ -204,6 +206,7 @@ def read_of(
 
     Args:
         directory: Of the checkpoint.
+        stored: Its tensors.
         bare: Builds that model, on the meta device.
         formats: As in `reading`.
         quantization: As in `reading`.
@@ -212,7 +215,6 @@ def read_of(
         InvalidInput: Files are damaged, or do not fit each other.
         UnknownModel: The engine does not know the model.
     """
-    stored = stored_tensors(directory)
     config, name = configuration(directory, stored)
     own = is_whole(config, name, len(stored))
     config = config if own else bare().config
@@ -230,7 +232,7 @@ def read_of(
         if (read := read_as_asked(stored, asked.tensors, beside, formats)) is not None:
             found = Reading(config, asked.embeddings, stored, {*stored}, read, formats or {})
             return kind, found
-    return kind, reading(directory, bare(), formats, quantization)
+    return kind, reading(directory, stored, bare, formats, quantization)
 
 
 def is_whole(config: PretrainedConfig, name: str, tensors: int) -> bool:

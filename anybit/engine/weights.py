@@ -20,7 +20,7 @@ from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.lora import Adapted, Adapters
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored, stored_tensors
+from anybit.files.safetensors import Stored
 from anybit.kernels.ahead import Uncompiled
 from anybit.kernels.between import of
 from anybit.nn.embedding import QuantEmbedding, embedding_layers
@@ -209,7 +209,8 @@ class Reading(NamedTuple):
 
 def reading(
     directory: Path,
-    model: Any,
+    tensors: Mapping[str, Stored],
+    bare: Callable[[], Any],
     formats: Mapping[str, str | None] | None = None,
     quantization: Spec | Plan | None = None,
 ) -> Reading:
@@ -217,31 +218,33 @@ def reading(
 
     Args:
         directory: Of the checkpoint.
-        model: What its config.json describes, on the meta device.
+        tensors: That its files hold.
+        bare: Builds what its config.json describes, on the meta device.
         formats: The plan of an anybit checkpoint.
         quantization: A spec or plan to quantize a dense checkpoint by while it is read.
 
     Raises:
         InvalidInput: A dense model's tensors are missing, or of other shapes.
     """
-    config, kind = model.config, model.config.model_type
     named = formats or {}
     stored: Mapping[str, Tensors]
     schemes: Mapping[str, str] = {}
     if quantization is not None:
         work = plan_quantization(directory, quantization, RTN(), as_in_model=True)
-        stored, schemes, config = work.stored, work.schemes, work.model.config
+        stored, schemes, model = work.stored, work.schemes, work.model
         named = work.formats
         known, read = {*work.names, *work.unexpected}, set(work.names)
     else:
-        found = layout(stored_tensors(directory), model, lambda name: True)
+        model = bare()
+        found = layout(tensors, model, lambda name: True)
         if formats is None:
             check_missing(directory, found.missing, found.unexpected)
             check_fit(directory, found.names, found.stored, model.state_dict())
         stored, known = found.stored, {*found.names, *found.unexpected}
         read = set(found.names if formats is None else stored.keys() - found.unexpected)
+    kind = model.config.model_type
     return Reading(
-        config,
+        model.config,
         {published(name, kind) for name in embedding_layers(model)},
         {published(name, kind): tensor for name, tensor in stored.items()},
         {published(name, kind) for name in known},

@@ -24,6 +24,7 @@ from anybit.engine.models.qwen_moe import Qwen3Moe
 from anybit.engine.weights import Reading, reading
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_json
+from anybit.files.safetensors import stored_tensors
 from tests.engine.conftest import ARCHITECTURES, PICO
 
 # Whose checkpoints have other names than the engine's models ask for.
@@ -47,12 +48,12 @@ def read(source: Path) -> tuple[Reading, bool]:
         built.append(source)
         return bare_model(source)
 
-    return read_of(source, build, formats, None)[1], bool(built)
+    return read_of(source, stored_tensors(source), build, formats, None)[1], bool(built)
 
 
 def check_same(source: Path, found: Reading) -> None:
     formats = formats_of(read_json(source / "config.json"), source)
-    want = reading(source, bare_model(source), formats)
+    want = reading(source, stored_tensors(source), lambda: bare_model(source), formats)
     assert found.stored == want.stored
     assert found.known == want.known
     assert found.certain >= want.certain  # of codes, which transformers does not know
