@@ -49,6 +49,7 @@ import anybit
 from anybit import Calibration, QuantLinear
 from anybit.checkpoint.foreign.ready import ready
 from anybit.checkpoint.save_load import load_dense
+from anybit.engine.models.rope import head_dim
 from anybit.evaluate.corpus import calibration_text, held_out_text, prose
 from anybit.evaluate.perplexity import (
     COLUMNS,
@@ -410,8 +411,7 @@ class Work:
     def cached(self, name: str) -> tuple[Any, float, float]:
         """The model as it is with a KV cache, and bits a number of that, scales included."""
         model = self.fresh()
-        config, nbytes = model.config, sum(p.nbytes for p in model.parameters())
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim, nbytes = head_dim(model.config), sum(p.nbytes for p in model.parameters())
         formats = list[KvFormat]()
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias
