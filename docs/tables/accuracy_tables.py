@@ -59,11 +59,10 @@ def bits(row: Row) -> float:
 def by_bits(file: str, model: str = "", keep: Keep = lambda row: True) -> str:
     """Rows of a model, or of all, by bits and then loss."""
     rows = [row for row in read(file) if model in ("", row["model"]) and keep(row)]
-    most, out = max((int(row["tokens"]) for row in rows), default=0), []
+    out = []
     for row in sorted(rows, key=lambda r: (-bits(r), r["spec"], -float(r["loss"]))):
         if row["method"] != "dense":
-            lost = loss(row) + "\\*" * (int(row["tokens"]) < most / 2)
-            scores = lost, f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}"
+            scores = loss(row, rows), f"{float(row['kl']):.4f}", f"{float(row['agreement']):.1%}"
             cache = " KV cache" if row["method"] == "kv" else ""
             out.append([short(row["spec"]) + cache, label(row), f"{bits(row):.2f}", *scores])
     return markdown(["format", "quantizer", "bits", "loss, nats", "KL", "top-1"], out, words=2)

@@ -71,7 +71,6 @@ def studied() -> dict[tuple[str, str], Row]:
 def large() -> str:
     """That model: what has been measured, and the tasks of the formats that were kept for them."""
     rows, tasks, out = studied(), read("tasks_qwen2.5-coder-1.5b"), []
-    most = max((int(row["tokens"]) for row in rows.values()), default=0)
     for name in LARGE:
         own = [row for (spec, method), row in rows.items() if spec == name and method != "kv"]
         best = min(own, key=lambda row: float(row["kl"]), default=None)
@@ -79,7 +78,7 @@ def large() -> str:
             if row is not best and row["method"] != "rtn":
                 continue
             sizes = [f"{float(row['bits']):.2f}", f"{float(row['gb']):.2f}"]
-            scored = [loss(row) + "\\*" * (int(row["tokens"]) < most), f"{float(row['kl']):.4f}"]
+            scored = [loss(row, rows.values()), f"{float(row['kl']):.4f}"]
             cells = [f"`{name}`", quantizer(row), *sizes, *scored]
             out.append(cells + (task(row, tasks) if tasks else []))
     if not out:

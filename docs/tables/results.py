@@ -84,11 +84,16 @@ def scheme(spec: str) -> object:
     return spec if spec == "bf16" or spec.startswith("plan:") else parse_scheme(spec)
 
 
-def loss(row: Row | None) -> str:
-    """Excess over bf16 in nats, with its standard error."""
+def loss(row: Row | None, beside: Iterable[Row] = ()) -> str:
+    """Excess over bf16 in nats, with its standard error.
+
+    beside: rows of the same table; a star says that some have over twice the tokens of this one.
+    """
     if row is None:
         return ""
-    return f"{round(float(row['loss']), 4) or 0.0:.4f} ± {float(row['loss_error']):.4f}"
+    few = any(int(other["tokens"]) > 2 * int(row["tokens"]) for other in beside)
+    lost = f"{round(float(row['loss']), 4) or 0.0:.4f} ± {float(row['loss_error']):.4f}"
+    return lost + "\\*" * few
 
 
 def us(row: Row | None) -> str:
