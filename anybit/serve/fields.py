@@ -101,33 +101,26 @@ def refuse_true(value: bool) -> bool:
 Not = Annotated[bool, AfterValidator(refuse_true), WithJsonSchema({"const": False})]
 
 
-def reads(*kinds: str) -> BeforeValidator:
-    """Refuse parts of other types than these in one line."""
+def of_types(code: str, kinds: tuple[str, ...], said: str) -> BeforeValidator:
+    """Refuse what has a type, and none of these. said: of these `kinds`, and of its own `kind`."""
+    known = ", ".join(kinds)
 
     def check(part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind is not None and kind not in kinds:
-            raise PydanticCustomError(
-                "no_text",
-                "this model reads text only, in parts of type {kinds}, and not {kind}",
-                {"kinds": ", ".join(kinds), "kind": repr(kind)[:200]},
-            )
+            raise PydanticCustomError(code, said, {"kinds": known, "kind": repr(kind)[:200]})
         return part
 
     return BeforeValidator(check)
 
 
+def reads(*kinds: str) -> BeforeValidator:
+    """Refuse parts of other types than these in one line."""
+    said = "this model reads text only, in parts of type {kinds}, and not {kind}"
+    return of_types("no_text", kinds, said)
+
+
 def offers(kind: str) -> BeforeValidator:
     """Refuse tools of other types than this one: they are a service of whom the protocol is."""
-
-    def check(tool: Any) -> Any:
-        given = tool.get("type") if isinstance(tool, dict) else None
-        if given not in (None, kind):
-            raise PydanticCustomError(
-                "no_tool",
-                "this server runs no tools itself, so it takes those of type {kind}, not {given}",
-                {"kind": repr(kind), "given": repr(given)[:200]},
-            )
-        return tool
-
-    return BeforeValidator(check)
+    said = "this server runs no tools itself, so it takes those of type '{kinds}', not {kind}"
+    return of_types("no_tool", (kind,), said)
