@@ -32,9 +32,8 @@ def words(codes: int, width: int) -> int:
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:
     """Split integer codes (N, C), each below 2**bits, into planes of int32 (N, words)."""
     planes, low = [], bits
-    codes = codes.flatten().view(
-        codes.shape
-    )  # strides of dimensions of one, too, are those of bytes
+    # So that strides of dimensions of one, too, are those of bytes.
+    codes = codes.flatten().view(codes.shape)
     padded = _widened(codes, -codes.shape[1] % 32, bits)
     for width in segments(bits):
         low -= width
