@@ -33,8 +33,6 @@ NEAR = 0.4  # how much slower than the fastest of its cell what counts exp(-1) i
 STEPS = 1200
 KNOWN = {  # not fitted
     "second": {"start": 2400.0},  # of a launch beside its own: the median of 14 such products
-    "rotation": {"start": 2000.0, "read": 1.2},  # of tokens; see notes/triton.md
-    "restore": {"decode": 1.8, "start": 5503.0, "read": 1.07, "body": 6.6},  # notes/trellis.md
 }
 # Where the fit begins, by the first word of a kind. Without a number here, a cost is no cost.
 OWN = {"multiply": 1.1, "decode": 1.0, "step": 20, "alone_multiply": 0.3, "alone_decode": 0.5,

@@ -18,7 +18,7 @@ from anybit.kernels.backend import Activations, LayerSpec
 from anybit.kernels.between import of
 from anybit.kernels.native import fused
 from anybit.kernels.native import rotation as kernel
-from anybit.kernels.registry import get_backend, refusals
+from anybit.kernels.registry import refusals
 from anybit.nn.model import quantized_layers
 from anybit.nn.sharding import Piece, check_columns, same
 from anybit.planning.allocate import plan_formats
@@ -122,37 +122,6 @@ def test_gradients_pass_through_rotated_layers() -> None:
     anybit.QuantLinear(packed)(x).backward(torch.ones(3, N))
     assert x.grad is not None
     assert torch.allclose(x.grad, torch.ones(3, N) @ packed.dequantize(), atol=1e-4)
-
-
-def test_backends_may_take_rotations_off_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or not, as they like: then tokens are rotated. Gradients are the same."""
-    packed, bias = anybit.quantize_tensor(random(N, K), "int8:rotate=kn"), random(N, seed=1)
-    backend, w = get_backend(anybit.QuantLinear(packed).backend), packed.dequantize()
-    seen = list[int]()
-
-    def restored(x: Tensor, prepared: Any, vectors: list[Tensor], bias: Tensor) -> Tensor | None:
-        seen.append(len(x))
-        assert [v.shape for v in vectors] == [(K,), (N, 1)]
-        return x @ w.T + bias if len(x) > 4 else None
-
-    monkeypatch.setattr(backend, "linear_restored", restored, raising=False)
-    layer = anybit.QuantLinear(packed, bias)
-    for shape in ((5, K), (2, 3, K), (2, K)):
-        x, g = random(*shape, seed=2).requires_grad_(), random(*shape[:-1], N, seed=3)
-        want = x.detach() @ w.T + bias
-        with torch.inference_mode():
-            assert torch.allclose(layer(x.detach()), want, atol=1e-2)
-        y = layer(x)
-        (gradient,) = torch.autograd.grad(y, x, g)
-        assert torch.allclose(y, want, atol=1e-2)
-        assert torch.allclose(gradient, g @ w, atol=1e-3)
-    assert seen == [5, 5, 6, 6, 2, 2]
-    anybit.QuantLinear(packed, bias, "int8")(x)
-    turned_already = Activations(
-        of(x).rotate(x, packed.grid["rotate_in"], False), x, x, x.dtype, True
-    )
-    assert torch.allclose(layer(turned_already), want, atol=1e-2)
-    assert len(seen) == 6  # neither of quantized tokens nor of such as are rotated
 
 
 def test_parts_are_whole_blocks() -> None:

@@ -208,16 +208,6 @@ class Backend:
         """
         return {}
 
-    def linear_restored(
-        self, x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
-    ) -> Tensor | None:
-        """What a layer with a rotated weight returns for x (M, K); None if `linear` is faster.
-
-        vectors: rotate_in (K,) and rotate_out (N, 1), of `core.rotation.Rotation`, which are taken
-        off the weight, not of its tokens.
-        """
-        return None
-
     def needs(self, layer: LayerSpec, most: int, experts: bool = False) -> Needs:
         """Where the number of tokens decides which kernel is launched: all for 1 to `most`.
 

@@ -27,11 +27,6 @@ class Around(NamedTuple):
         """Those among the stored tensors of a weight."""
         return cls(*map(tensors.get, LAYER))
 
-    @property
-    def vectors(self) -> list[Tensor]:
-        """Those of the rotations."""
-        return [v for v in (self.rotate_in, self.rotate_out) if v is not None]
-
     def before(self, x: Tensor) -> Tensor:
         """x (..., K) as the stored weight meets it."""
         if self.order is not None:

@@ -15,7 +15,7 @@ from anybit.core.packed import Packed
 from anybit.core.scheme import scheme_name
 from anybit.errors import InvalidInput, InvalidType, Unsupported
 from anybit.kernels import dense
-from anybit.kernels.backend import CODES, Activations, Backend, LayerSpec, Prepared
+from anybit.kernels.backend import CODES, Activations, LayerSpec, Prepared
 from anybit.kernels.between import ANSWERS, Unturned, of
 from anybit.kernels.registry import choose, get_backend
 from anybit.nn import op as ops
@@ -96,8 +96,6 @@ class Multiplier(Frozen):
         self.scheme = scheme_name(prepared.format, prepared.activation)
         self.out_features, self.in_features = prepared.shape
         self.kernels = get_backend(backend)
-        self.restores = around.rotate_out is not None and prepared.activation is None
-        self.restores &= self.kernels.does(Backend.linear_restored)
 
     @classmethod
     def of(
@@ -171,15 +169,13 @@ class Multiplier(Frozen):
             versions: of these at that time, where compiled code is to look at them in each call.
             turns: whether outputs are rotated where the weight is; they lack the bias otherwise.
         """
-        around, pairs, vectors = self.around, None, None
+        around, pairs = self.around, None
         rows: Tensor | Activations = x if isinstance(x, Tensor) else self._given(x)
         codes = rows if isinstance(rows, Tensor) else rows.codes
         if codes.device != self.device:
             raise InvalidInput(f"x is on {codes.device}, and {self} on {self.device}")
         inside, lead = around.inside(bias), codes.shape[:-1]
-        if self.restores and turns and isinstance(x, Tensor):
-            vectors, inside = around.vectors, bias
-        elif isinstance(x, Tensor) or not x.rotated:
+        if isinstance(x, Tensor) or not x.rotated:
             codes = around.before(codes)
             rows = codes if isinstance(rows, Tensor) else rows._replace(codes=codes)
         if isinstance(rows, Activations):
@@ -197,18 +193,18 @@ class Multiplier(Frozen):
             rows = rows._replace(pairs=None)
         added = inside if joins else None
         if ops.watched(codes):
-            call = ops.Call(stored=stored, versions=versions, vectors=vectors)
+            call = ops.Call(stored=stored, versions=versions)
             if isinstance(rows, Activations):
                 call = call._replace(scale=rows.scale, sums=rows.sums, dtype=rows.dtype)
                 call = call._replace(pairs=rows.paired)
             own = self.prepared.layout, added, self.scheme, self.out_features, self.backend
             y = ops.linear(codes, *own, *call)
         else:
-            y = ops.product(self.kernels, rows, self.prepared, added, vectors)
+            y = ops.product(self.kernels, rows, self.prepared, added)
         if pairs:
             y = y[: pairs.tokens] if joins else of(y).join(y, pairs, inside)
             y = y.view(*lead, -1)
-        return around.after(y, bias) if turns and vectors is None else y
+        return around.after(y, bias) if turns else y
 
     def _given(self, x: Activations) -> Tensor | Activations:
         """Activations as the weight wants them; those that are only rotated as a tensor."""

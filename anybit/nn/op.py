@@ -24,7 +24,7 @@ _library = torch.library.Library("anybit", "DEF")
 _library.define(
     "linear(Tensor x, Tensor[] layout, Tensor? bias, str scheme, int n, str backend, "
     "Tensor? scale=None, Tensor? sums=None, ScalarType? dtype=None, Tensor[]? stored=None, "
-    "int[]? versions=None, Tensor? pairs=None, Tensor[]? vectors=None) -> Tensor"
+    "int[]? versions=None, Tensor? pairs=None) -> Tensor"
 )
 _library.define("rotate(Tensor x, Tensor vector, bool after) -> Tensor")
 _library.define(
@@ -42,8 +42,6 @@ class Call(NamedTuple):
         versions: Of these when the layout was made, for compiled code, which meets other contents
             later.
         pairs: `Pairs.count`, for backends that join.
-        vectors: rotate_in and rotate_out of a layer whose x and y these are then, for
-            `Backend.linear_restored`.
     """
 
     scale: Tensor | None = None
@@ -52,7 +50,6 @@ class Call(NamedTuple):
     stored: Sequence[Tensor] | None = None
     versions: Sequence[int] | None = None
     pairs: Tensor | None = None
-    vectors: Sequence[Tensor] | None = None
 
     def written(self) -> bool:
         """Whether the canonical tensors have other contents than the layout."""
@@ -83,21 +80,17 @@ def multiply(
             raise InvalidType("quantized activations need scale, sums and dtype")
         both = None if call.pairs is None else Pairs(call.pairs, len(x), len(x))
         rows = Activations(x, call.scale, call.sums, call.dtype, pairs=both)
-    return product(get_backend(backend), rows, prepared, bias, call.vectors)
+    return product(get_backend(backend), rows, prepared, bias)
 
 
 def product(
-    kernels: Backend,
-    x: Tensor | Activations,
-    prepared: Prepared,
-    bias: Tensor | None,
-    vectors: Sequence[Tensor] | None = None,
+    kernels: Backend, x: Tensor | Activations, prepared: Prepared, bias: Tensor | None
 ) -> Tensor:
-    """What the operator does: x (..., K) -> (..., N). vectors: as in `Call`."""
+    """What the operator does: x (..., K) -> (..., N)."""
     codes = x.codes if isinstance(x, Activations) else x
     if codes.is_cuda and codes.device.index != torch.cuda.current_device():  # where kernels run
         with torch.cuda.device(codes.device):
-            return product(kernels, x, prepared, bias, vectors)
+            return product(kernels, x, prepared, bias)
     lead, k = codes.shape[:-1], codes.shape[-1]
     if len(lead) != 1:
         codes = codes.reshape(-1, k)
@@ -106,17 +99,7 @@ def product(
         else:
             x = codes
     try:
-        if vectors:
-            assert isinstance(x, Tensor)
-            whole = kernels.linear_restored(x, prepared, vectors, bias)
-            if whole is not None:
-                y = whole
-            else:
-                y = kernels.linear(turn(x, vectors[0], False), prepared, None)
-                y = turn(y, vectors[1], True)
-                y = y if bias is None else y + bias.to(y.dtype)
-        else:
-            y = kernels.linear(x, prepared, bias)
+        y = kernels.linear(x, prepared, bias)
     except Uncompiled:
         y = codes.new_zeros(len(codes), prepared.shape[0], dtype=x.dtype)
     return y if len(lead) == 1 else y.view(*lead, prepared.shape[0])
@@ -202,8 +185,7 @@ def _rows_fake(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, layout, bias, scheme, _, _, *given = inputs
     call = Call(*given)
-    ctx.save_for_backward(*(call.stored or ()), *(call.vectors or ()))
-    ctx.turned = len(call.vectors or ())
+    ctx.save_for_backward(*(call.stored or ()))
     ctx.scheme, ctx.k, ctx.parts = scheme, x.shape[-1], len(layout)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -211,8 +193,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Straight through the rounding of activations: the gradient of x @ W^T + bias."""
     grad_x = grad_bias = None
-    saved = ctx.saved_tensors  # read once: gradient checkpointing makes them anew
-    stored, vectors = saved[: len(saved) - ctx.turned], saved[len(saved) - ctx.turned :]
+    stored = ctx.saved_tensors  # read once: gradient checkpointing makes them anew
     if ctx.needs_input_grad[0]:
         if not stored:
             raise Unsupported(
@@ -220,9 +201,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
                 "the model again, and do not release it"
             )
         spec, n = parse_scheme(ctx.scheme)[0].spec, grad.shape[-1]
-        inner = rotate(grad, vectors[1], False) if vectors else grad
-        grad_x = inner @ decode(stored, spec, n, ctx.k, grad.dtype)
-        grad_x = rotate(grad_x, vectors[0], True) if vectors else grad_x
+        grad_x = grad @ decode(stored, spec, n, ctx.k, grad.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
     # None for each argument that was passed; those of the last ones that were left out have none.

@@ -1,6 +1,5 @@
 """Kernels of the `mma.sync` family as compiled, on the CPU: what their tests launch."""
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -104,13 +103,8 @@ class Emulated:
         assert not counters.any()
         return y
 
-    def decode(
-        self, layout: list[Tensor], shape: tuple[int, int], vectors: Sequence[Tensor | None] = ()
-    ) -> Tensor:
-        """W (N, K); or, in bytes, the blobs of all rows that the layout has.
-
-        vectors: Of the rotations that are taken off.
-        """
+    def decode(self, layout: list[Tensor], shape: tuple[int, int]) -> Tensor:
+        """W (N, K); or, in bytes, the blobs of all rows that the layout has."""
         n, k = shape
         y = torch.full(shape, torch.nan, dtype=self.dtype)
         if self.activation == "int8":
@@ -118,8 +112,7 @@ class Emulated:
             y = torch.zeros(*layout[0].shape[:2], 128 * 128, dtype=torch.uint8)
         grid = tiles.copy_grid(self.kernel.tile, n, k)
         given = (array(t) for t in [*layout, None][:4])
-        inside, outside = map(array, vectors or (None, None))
-        arguments = [0, *given, inside, 0, 0, array(y), outside, 0, 0, 0, 1, n, k, 0]
+        arguments = [0, *given, 0, 0, 0, array(y), 0, 0, 0, 0, 1, n, k, 0]
         self.machine.launch(arguments, grid, self.kernel.tile.threads, self.shared)
         return y
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from anybit.core.format import get_format
-from anybit.core.rotation import Rotation
 from anybit.core.scheme import parse_scheme
 from anybit.errors import Unsupported
 from anybit.formats.presets import HOPPER
@@ -170,18 +169,6 @@ def test_launches_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(asked) == {device}
 
 
-def test_rotations_are_taken_off_for_many_tokens() -> None:
-    """Where blocks of H have 128 rows, as the kernel's; it is among those that are built."""
-    d = decoder_of("trellis", "bfloat16")
-    shapes = (4096, 4096), (4096, 4096 + 64), (4096 + 64, 4096)
-    found = [choices.restores(d, m, n, k, H200) for n, k in shapes for m in (1, 64, 8192)]
-    assert found == [False, False, True, *[False] * 6]
-    assert not choices.restores(decoder_of("trellis", "int8"), 8192, 4096, 4096, H200)
-    kernel = scalar_linear.restore_kernel(d)
-    assert kernel in built("trellis:rotate=kn")
-    assert kernel not in [*built("trellis:rotate=k"), *built("trellis:rotate=kn@int8")]
-
-
 @pytest.mark.parametrize("scheme", ["int4:group=128", "int8@int8", "trellis", "int4:group=64@fp8"])
 def test_another_number_of_tokens_makes_no_tiles(
     scheme: str, monkeypatch: pytest.MonkeyPatch
@@ -226,8 +213,7 @@ def test_a_copy_is_multiplied_by_the_library(spec: str, monkeypatch: pytest.Monk
     prepared = backend.prepare(packed, None, HALF)
     seen: list[Any] = []
 
-    def decoded(x: torch.Tensor, kernel: Any, given: Any, vectors: Any) -> torch.Tensor:
-        assert not vectors
+    def decoded(x: torch.Tensor, kernel: Any, given: Any) -> torch.Tensor:
         assert [*map(id, given.layout[3:])] == [*map(id, prepared.layout[3:])]
         seen.append((kernel.tile.kind, kernel.output, given.shape, len(given.layout[0])))
         return packed.dequantize()[len(seen) * 128 - 128 :][: given.shape[0]].half()
@@ -240,31 +226,6 @@ def test_a_copy_is_multiplied_by_the_library(spec: str, monkeypatch: pytest.Monk
     y = backend.linear(x, prepared, bias)
     assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
     assert seen == [("decode", "float16", (128, 128), 1), ("decode", "float16", (16, 128), 1)]
-
-
-def test_rotations_are_taken_off_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    import anybit
-
-    packed = anybit.quantize_tensor(torch.randn(256, 128), "fp6:rotate=kn")
-    prepared, vectors = backend.prepare(packed.stored(), None, HALF), Rotation.of(packed.grid)
-    seen = list[torch.Tensor]()
-
-    def decoded(x: torch.Tensor, kernel: Any, given: Any, some: Any) -> torch.Tensor:
-        assert (kernel.tile.kind, given.shape) == ("restore", (128, 128))
-        assert some[0] is vectors[0]
-        seen.append(some[1])
-        return packed.dequantize()[len(seen) * 128 - 128 :][:128].half()
-
-    monkeypatch.setattr(scalar_linear.mma, "decoded", decoded)
-    monkeypatch.setattr(scalar_linear, "chip_of", lambda device: H200)
-    monkeypatch.setattr(choices, "decoded_rows", lambda k: 128)
-    x, bias = torch.randn(100, 128).half(), torch.randn(256)
-    monkeypatch.setattr(choices, "restores", lambda *args: False)
-    assert backend.linear_restored(x, prepared, vectors, bias) is None
-    monkeypatch.setattr(choices, "restores", lambda *args: True)
-    y = backend.linear_restored(x, prepared, vectors, bias)
-    assert torch.equal(y, torch.nn.functional.linear(x, packed.dequantize().half(), bias.half()))
-    assert torch.equal(torch.cat(seen), vectors[1])
 
 
 @pytest.mark.parametrize("spec", BOTH)

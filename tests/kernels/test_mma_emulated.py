@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit.core.rotation import Rotation
 from anybit.kernels.backend import Pairs
 from anybit.kernels.between import TORCH
 from anybit.kernels.cute import operands
@@ -17,7 +16,7 @@ from anybit.kernels.cute.pack import REGISTERS, pack_codes
 from anybit.kernels.hopper.choices import BYTES
 from anybit.kernels.hopper.scalar_linear import copy_kernel
 from anybit.kernels.mma import tiles
-from anybit.kernels.mma.tiles import DECODE, RESTORE, Tile
+from anybit.kernels.mma.tiles import DECODE, Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels import many_experts
 from tests.kernels.mma import GPUS, Emulated, Tokens, kernel_of
@@ -138,17 +137,6 @@ def test_a_weight_is_decoded() -> None:
         assert (y.float() - want).abs().max() <= torch.finfo(dtype).eps * 1.51 * want.abs().max()
         if scheme == "fp6":
             assert torch.equal(y, packed.dequantize().to(dtype))
-
-
-def test_a_weight_is_decoded_without_its_rotations() -> None:
-    """Rounded twice: along K, then as a whole."""
-    for scheme, dtype, n in (("trellis:code=look", HALF, 256), ("fp6", BRAIN, 128)):
-        emulated = Emulated(scheme, dtype, kernel_of(scheme, dtype, RESTORE))
-        packed = emulated.weight(n, 640)  # more K tiles than a CTA takes
-        rotation = Rotation(torch.randn(640).half(), torch.randn(n, 1).half())
-        y = emulated.decode(emulated.layout(packed), (n, 640), rotation)
-        want = rotation.restored(packed.dequantize())
-        assert (y.float() - want).norm() < 0.35 * torch.finfo(dtype).eps * want.norm()
 
 
 @pytest.mark.parametrize("scheme", ["trellis@int8", "trellis:bits=3,code=look@int8"])

@@ -5,12 +5,12 @@ codes are rows of a table. A kernel comes from the cache (see `jit.py`), else it
 it where the DSL is installed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from anybit.kernels.backend import LayerSpec, Prepared, check_half
+from anybit.kernels.backend import LayerSpec, Prepared
 from anybit.kernels.cute import cells
 from anybit.kernels.cute.backend import CuteBackend
 from anybit.kernels.cute.jit import KernelSpec
@@ -36,14 +36,6 @@ class HopperBackend(CuteBackend):
             if getattr(kernel, "grouped", experts) == experts
             and getattr(kernel, "output", None) not in others
         ]
-
-    def linear_restored(
-        self, x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
-    ) -> Tensor | None:
-        if cells.takes(prepared.format):
-            return None
-        check_half(x, self.name)
-        return scalar_linear.linear_restored(x, prepared, vectors, bias)
 
     def candidates(self, x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
         family = codebook_linear if cells.takes(prepared.format) else scalar_linear

@@ -27,6 +27,4 @@ def kernels_of(scheme: str) -> list[KernelSpec]:
         if isinstance(d, str):
             raise InvalidInput(f"{scheme}: {d}")
         out += scalar_linear.kernels_for(d, activation, H200, every_rows(gpu_for(H200)))
-        if fmt.rotate == "kn" and activation is None:
-            out.append(scalar_linear.restore_kernel(d))
     return [*dict.fromkeys(out)]

@@ -26,7 +26,6 @@ from anybit.kernels.tuned import Winner, fastest
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
 DECODED = 256 << 20  # bytes of a decoded copy, or of a part of it, at most
 SECOND = Work("second", 0, 0, 0, 0, 0, 0, 1, 0)  # launch: what it costs beside its own
-RESTORED = 500  # instructions that take rotations off 32 weights, with the tensor core's clocks
 WORTH = 0.96  # of one launch's time: what two may take
 
 
@@ -73,14 +72,8 @@ def choose(
     return best
 
 
-@lru_cache(64)  # `choose` and `restores` ask for the same
-def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> list[tuple[float, Choice]]:
+def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Iterator[tuple[float, Choice]]:
     """All ways, with their clock cycles."""
-    return [*each_way(d, m, n, k, chip)]
-
-
-def each_way(d: Decoder, m: int, n: int, k: int, chip: Chip) -> Iterator[tuple[float, Choice]]:
-    """As `ways`."""
     gpu = tiles.gpu_for(chip)
     for few in mma.candidates(d, gpu, m, n) if tiles.has_mma(d) else ():
         yield cycles(mma.work(few, d, gpu, m, n, k), chip.read), Choice(few)
@@ -146,31 +139,11 @@ def whole_waves(tile: Tile, m: int, n: int, chip: Chip = H200) -> int:
     return rows if rows < n else 0
 
 
-@lru_cache(COUNTS)
-def restores(d: Decoder, m: int, n: int, k: int, chip: Chip) -> bool:
-    """Whether a copy without rotations, and its product, take less time than tokens' rotations.
-
-    Those of m tokens before a product and of their outputs behind it.
-    """
-    if n % ROWS or k % K_TILE or d.slot < 16 or m <= tiles.MOST_HELD:
-        return False
-    turned = sum(cycles(rotating(m, size), chip.read) for size in (n, k))
-    copied = cycles(decoding(d, n, k, chip, RESTORED), chip.read)
-    best = min(time for time, _ in ways(d, m, n, k, chip))
-    return copied + cycles(library(m, n, k, chip), chip.read) < best + turned
-
-
-def rotating(m: int, size: int) -> Work:
-    """What a launch does that rotates m tokens."""
-    return Work("rotation", 0, 1, 0, 0, 0, 4 * m * size, 1, 0)
-
-
-def decoding(d: Decoder, n: int, k: int, chip: Chip, more: int = 0) -> Work:
-    """What a launch that writes a decoded copy does; more: instructions for 32 weights."""
+def decoding(d: Decoder, n: int, k: int, chip: Chip) -> Work:
+    """What a launch that writes a decoded copy does."""
     steps = -(-n // ROWS) * k_tiles(k) / chip.multiprocessors
     written = n * k * (d.bits + d.slot) / 8
-    kind = "restore" if more else "decode"
-    return Work(kind, steps, 1, 0, 4 * (d.instructions + more), 0, written, 1, 0)
+    return Work("decode", steps, 1, 0, 4 * d.instructions, 0, written, 1, 0)
 
 
 def library(m: int, n: int, k: int, chip: Chip) -> Work:

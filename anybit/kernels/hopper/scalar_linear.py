@@ -1,6 +1,6 @@
 """Hopper products of formats whose codes are numbers, and of many experts at once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -86,24 +86,6 @@ def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
     return mma_tiles.Kernel(d, mma_tiles.DECODE, d.operand, "sm_90")
 
 
-def restore_kernel(d: Decoder) -> mma_tiles.Kernel:
-    return mma_tiles.Kernel(d, mma_tiles.RESTORE, d.operand, "sm_90")
-
-
-def linear_restored(
-    x: Tensor, prepared: Prepared, vectors: Sequence[Tensor], bias: Tensor | None
-) -> Tensor | None:
-    """See `Backend.linear_restored`."""
-    (m, k), n, (x, *_) = x.shape, prepared.shape[0], tokens(x, prepared)
-    d = decoder_for(prepared.format, x.dtype)
-    plain = all(v.dtype == torch.float16 and v.is_contiguous() for v in vectors)
-    if not (plain and choices.restores(d, m, n, k, chip_of(x.device))):
-        return None
-    if missing_kernels([kernel := restore_kernel(d)]):
-        return None
-    return multiply_decoded(x, kernel, prepared, offsets(bias, n, x.dtype), vectors)
-
-
 def candidates(x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
     """See `Backend.candidates`."""
     given = tokens(x, prepared)
@@ -159,12 +141,8 @@ def multiply_decoded(
     kernel: mma_tiles.Kernel,
     prepared: Prepared,
     bias: Tensor | None,
-    vectors: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The library's products with a decoded weight, or with some of its rows at a time.
-
-    vectors: As in `mma.linear.decoded`.
-    """
+    """The library's products with a decoded weight, or with some of its rows at a time."""
     n, k = prepared.shape
     rows = choices.decoded_rows(k)
     y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
@@ -174,8 +152,7 @@ def multiply_decoded(
         of_rows = (r[start:end] for r in (row_scale, row_zero))
         layout = (blobs[start // ROWS : -(-end // ROWS)], *of_rows, *table)
         part = prepared._replace(shape=(end - start, k), layout=layout)
-        some = [v[start:end] if i else v for i, v in enumerate(vectors)]
-        w, out = mma.decoded(x, kernel, part, some).T, y[:, start:end]
+        w, out = mma.decoded(x, kernel, part).T, y[:, start:end]
         if bias is None:
             torch.mm(x, w, out=out)
         else:

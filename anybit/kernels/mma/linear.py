@@ -1,6 +1,6 @@
 """Products of the `mma.sync` family: which kernel, its workspace, its launch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -93,13 +93,8 @@ def launch_of(
     return Launch(found, grid, kernel.overlap, whole(n), work=work, counters=grid)
 
 
-def decoded(
-    x: Tensor, kernel: Kernel, prepared: Prepared, vectors: Sequence[Tensor] = ()
-) -> Tensor:
-    """The weight (N, K of x) in the dtype of x; of int8, blobs of bytes that are operands.
-
-    vectors: of its rotations, rotate_in and rotate_out, for a kernel that takes these off.
-    """
+def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
+    """The weight (N, K of x) in the dtype of x; of int8, blobs of bytes that are operands."""
     n, k = prepared.shape[0], x.shape[1]
     if x.dtype == torch.int8:
         n = len(prepared.layout[0]) * ROWS
@@ -108,7 +103,6 @@ def decoded(
         w = torch.empty(n, k, dtype=x.dtype, device=x.device)
     values: dict[str, Tensor | int] = dict.fromkeys(ProductArguments._fields, 0)
     values |= zip(("w", "row_scale", "row_zero", "table"), prepared.layout, strict=False)
-    values |= zip(("token_scale", "work"), vectors, strict=False)
     values |= {"x": x, "y": w, "m": 1, "n": n, "k": k}
     loaded(kernel, x.device.index).launch(values, tiles.copy_grid(kernel.tile, n, k), False)
     return w

@@ -27,7 +27,6 @@ BUSY_WARPS = 24  # of 16 rows of decoders to 16 bits that bind, which 80 registe
 SMALL = 64  # most tokens of small weights on H100 and H200
 FLAG = 256  # bytes behind the ring of `gemm.py`, for one word
 TABLE = -(-8 * (SPANS + 1) // 256) * 256  # bytes behind that, of `experts.py`
-RESTORED_ROW = 544  # bytes of shared memory for 128 columns in fp32, likewise
 COPIED_ROW = 144  # bytes of shared memory for 64 decoded columns: no two rows in the same banks
 DENSE_FROM = 512  # tokens; an estimate, see `decodes`
 LEAST_UNITS = 4  # K tiles that a CTA of `gemm.py` should have
@@ -133,7 +132,6 @@ class Tile:
 
 
 DECODE = Tile(8, 1, 4, 4, 4, "decode")
-RESTORE = Tile(8, 1, 8, 4, 2, "restore")
 
 
 @dataclass(frozen=True)
@@ -182,12 +180,11 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain, restore
+        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain
 
         programs = {
             "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
-            "few": few.Few, "decode": decode.Decode, "restore": restore.Restore,
-            "plain": plain.Plain, "gated": plain.Gated,
+            "few": few.Few, "decode": decode.Decode, "plain": plain.Plain, "gated": plain.Gated,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
@@ -215,9 +212,8 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
 
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     """Of a CTA."""
-    if tile.kind in ("decode", "restore"):
-        row = RESTORED_ROW if tile.kind == "restore" else COPIED_ROW * (decoder.slot == 16)
-        return decoder.table_bytes + tile.rows * row
+    if tile.kind == "decode":
+        return decoder.table_bytes + tile.rows * COPIED_ROW * (decoder.slot == 16)
     rings = tile.warps if tile.splits else 1
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
     beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
