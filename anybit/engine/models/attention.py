@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import PLAIN, Mixer, NormKind, leave, norm_eps, norm_weight
+from anybit.engine.models.parts import PLAIN, Mixer, NormKind, leave, norm_eps, norm_weight
 from anybit.engine.models.rope import Rope, head_dim
 from anybit.engine.weights import Weights, bias_of
 from anybit.kernels.attention import Batch, Scores

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, and experts chosen by groups. GLM-4.5: the latter."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from anybit.core.packed import Packed
 from anybit.engine.experts import picked
 from anybit.engine.lora import Adapted
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import MLP, Decoder, Further, Mixer, MoE
+from anybit.engine.models.layers import Biases, Decoder, Further
+from anybit.engine.models.parts import MLP, Mixer, MoE
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
@@ -172,10 +173,9 @@ class MoEV3(GroupedMoE):
 class DeepseekV2(Decoder):
     moe: type[GroupedMoE] = MoEV2
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        c = self.config
-        interleaved = getattr(c, "rope_interleave", True)
-        return [Rope(c, length, device, interleaved=interleaved)] * c.num_hidden_layers
+    @property
+    def rope_options(self) -> dict[str, Any]:
+        return {"interleaved": getattr(self.config, "rope_interleave", True)}
 
     def attention(self, weights: Weights, name: str, index: int) -> Mixer:
         return LatentAttention(weights, name, self.config)
@@ -201,12 +201,13 @@ class DeepseekV3(DeepseekV2):
 class Glm4Moe(DeepseekV3):
     """GLM-4.5: plain attention, a part of each head rotated."""
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        return [Rope(self.config, length, device, partial=True)] * self.config.num_hidden_layers
+    biases = Biases("attention_bias")
+    rope_options = {"partial": True}
+    attention = Decoder.attention
 
-    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
-        c = self.config
-        return Attention(weights, name, c, bool(c.attention_bias), qk_norm=bool(c.use_qk_norm))
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        return {"qk_norm": bool(self.config.use_qk_norm)}
 
 
 def mlp_bias(config: PretrainedConfig) -> bool:

@@ -3,8 +3,9 @@
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import Decoder, Mixer, MoE, NormKind, window_of
+from anybit.engine.models.layers import ATTENTION_BIAS
+from anybit.engine.models.llama import Mistral
+from anybit.engine.models.parts import MoE, NormKind
 from anybit.engine.weights import Weights
 from anybit.kernels.between import Routing, outside
 
@@ -34,13 +35,10 @@ class ClampedMoE(MoE):
         return outside(x).clamped(x, routing.owners, self.biases[0], self.alpha, self.limit)
 
 
-class GptOss(Decoder):
+class GptOss(Mistral):
     norm_kind = NormKind(wide=True)
-
-    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
-        c = self.config
-        bias, window = bool(c.attention_bias), window_of(c, index)
-        return Attention(weights, name, c, bias, output_bias=bias, window=window, sinks=True)
+    biases = ATTENTION_BIAS
+    attention_options = {"sinks": True}
 
     def mlp(self, weights: Weights, name: str, index: int) -> MoE:
         return ClampedMoE(weights, name, self.config)

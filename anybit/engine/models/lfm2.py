@@ -6,12 +6,10 @@ from transformers import PretrainedConfig
 
 from anybit.engine.experts import picked
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import MLP, Decoder, Mixer, MoE, Norms
+from anybit.engine.models.layers import Decoder, Norms
+from anybit.engine.models.parts import MLP, Mixer, MoE
 from anybit.engine.models.recurrent import ShortConv
 from anybit.engine.weights import Weights
-
-NAMES = ("w1", "w3", "w2")  # gate, up and down
 
 
 class BiasedMoE(MoE):
@@ -44,6 +42,12 @@ class Lfm2(Decoder):
     mlp_name = "feed_forward"
     norm_name = "embedding_norm"
     norms = Norms("operator_norm", None, "ffn_norm", None)
+    attention_options = {
+        "qk_norm": True,
+        "output": "out_proj",
+        "norm_names": ("q_layernorm", "k_layernorm"),
+    }
+    mlp_names = ("w1", "w3", "w2")
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         kind = self.config.layer_types[index]
@@ -51,14 +55,7 @@ class Lfm2(Decoder):
             return ShortConv(weights, f"{name}.conv", self.config)
         if kind != "full_attention":
             raise UnknownModel(f"layer type {kind!r} is unknown")
-        return Attention(
-            weights,
-            f"{name}.self_attn",
-            self.config,
-            qk_norm=True,
-            output="out_proj",
-            norm_names=("q_layernorm", "k_layernorm"),
-        )
+        return super().mixer(weights, name, index)
 
     def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
         c = self.config
@@ -68,7 +65,7 @@ class Lfm2(Decoder):
             if c.block_ffn_dim_multiplier is not None:
                 size = int(c.block_ffn_dim_multiplier * size)
                 size = -(-size // c.block_multiple_of) * c.block_multiple_of
-        return MLP(weights, name, c, size, NAMES)
+        return MLP(weights, name, c, size, self.mlp_names)
 
 
 class Lfm2Moe(Lfm2):
@@ -76,4 +73,4 @@ class Lfm2Moe(Lfm2):
         c = self.config
         if index >= c.num_dense_layers:
             return BiasedMoE(weights, name, c)
-        return MLP(weights, name, c, c.intermediate_size, NAMES)
+        return MLP(weights, name, c, c.intermediate_size, self.mlp_names)

@@ -1,29 +1,27 @@
 """Models of Mamba layers: pure, or beside attention (Bamba, Granite 4, Nemotron-H, Jamba)."""
 
 from collections.abc import Iterator
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.activations import activation
-from anybit.engine.models.attention import Attention
 from anybit.engine.models.deepseek import MoEV3
 from anybit.engine.models.granite import Granite
-from anybit.engine.models.layers import (
+from anybit.engine.models.layers import ATTENTION_BIAS, Biases, Decoder, Norms
+from anybit.engine.models.llama import Llama
+from anybit.engine.models.parts import (
     MLP,
     PLAIN,
-    Decoder,
     Mixer,
     MoE,
     NormKind,
-    Norms,
     RMSNorm,
     norm_eps,
     wanted_by,
 )
-from anybit.engine.models.llama import Llama
 from anybit.engine.models.recurrent import Mamba1, Mamba2, MambaSizes, mamba2
 from anybit.engine.models.rope import NoRope, Rope, head_dim
 from anybit.engine.weights import Weights
@@ -47,8 +45,7 @@ class Bamba(Llama):
     norm_name = "final_layernorm"
     norms = Norms("input_layernorm", None, "pre_ff_layernorm", None)
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        return [Rope(self.config, length, device, partial=True)] * self.config.num_hidden_layers
+    rope_options = {"partial": True}
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
@@ -63,10 +60,9 @@ class Jamba(Llama):
     mlp_name = "feed_forward"
     norm_name = "final_layernorm"
     norms = Norms("input_layernorm", None, "pre_ff_layernorm", None)
-    biases = False, False, False
+    biases = Biases()
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        return [NoRope(self.config, length, device)] * self.config.num_hidden_layers
+    rope_class = NoRope
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         if is_mamba(self.config.layers_block_type[index]):
@@ -103,10 +99,9 @@ class ExpertsAndShared(nn.Module):
 class GraniteHybrid(Granite):
     """Granite 4: Granite with Mamba 2 in most layers, mostly without positions."""
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        c = self.config
-        kind = Rope if c.position_embedding_type == "rope" else NoRope
-        return [kind(c, length, device)] * c.num_hidden_layers
+    @property
+    def rope_class(self) -> type[Rope]:
+        return Rope if self.config.position_embedding_type == "rope" else NoRope
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         c = self.config
@@ -196,17 +191,20 @@ class FalconBlock(nn.Module):
 
 class FalconH1(Decoder):
     norm_name = "final_layernorm"
+    biases = ATTENTION_BIAS
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        c = self.config
+        return {"scale": head_dim(c) ** -0.5 * c.key_multiplier}  # of K, that is
 
     @property
     def embedding_scale(self) -> float:
         return float(self.config.embedding_multiplier)
 
     def block(self, weights: Weights, name: str, index: int) -> nn.Module:
-        c = self.config
-        bias = bool(c.attention_bias)
-        scale = head_dim(c) ** -0.5 * c.key_multiplier  # of K, that is
-        attention = Attention(weights, f"{name}.self_attn", c, bias, output_bias=bias, scale=scale)
-        return FalconBlock(weights, name, c, attention)
+        attention = self.attention(weights, f"{name}.self_attn", index)
+        return FalconBlock(weights, name, self.config, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) * self.config.lm_head_multiplier
@@ -248,8 +246,7 @@ class PureMamba2(Decoder):
     words_name = "embeddings"
     norm_name = "norm_f"
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        return [NoRope(self.config, length, device)] * self.config.num_hidden_layers
+    rope_class = NoRope
 
     def block(self, weights: Weights, name: str, index: int) -> nn.Module:
         c, bias = self.config, bool(self.config.use_bias)
@@ -299,24 +296,23 @@ class NemotronH(Decoder):
     words_name = "embeddings"
     norm_name = "norm_f"
     norm_kind = NormKind(wide=True)
+    biases = ATTENTION_BIAS
 
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        return [NoRope(self.config, length, device)] * self.config.num_hidden_layers
+    rope_class = NoRope
 
     def block(self, weights: Weights, name: str, index: int) -> nn.Module:
-        mixer = self.part(weights, f"{name}.mixer", self.config.layers_block_type[index])
+        mixer = self.part(weights, f"{name}.mixer", index)
         return Single(weights, name, self.config, self.norm_kind, mixer)
 
-    def part(self, weights: Weights, name: str, kind: str) -> nn.Module:
-        """What a layer of a kind is."""
-        c = self.config
+    def part(self, weights: Weights, name: str, index: int) -> nn.Module:
+        """What a layer has behind its norm."""
+        c, kind = self.config, self.config.layers_block_type[index]
         if kind == "moe":
             return UngatedMoE(weights, name, c)
         if kind == "mlp":
             return Ungated(weights, name, c, c.intermediate_size)
         if not is_mamba(kind):
-            bias = bool(c.attention_bias)
-            return Attention(weights, name, c, bias, output_bias=bias)
+            return self.attention(weights, name, index)
         bias = bool(c.use_bias)
         sizes = MambaSizes(
             c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel

@@ -1,7 +1,7 @@
 """Mixtral: Mistral with a mixture of experts for the MLP."""
 
-from anybit.engine.models.layers import MoE
-from anybit.engine.models.mistral import Mistral
+from anybit.engine.models.llama import Mistral
+from anybit.engine.models.parts import MoE
 from anybit.engine.weights import Weights
 
 

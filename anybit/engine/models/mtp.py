@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import Decoder, RMSNorm, mixers_of, norm_eps
+from anybit.engine.models.layers import Decoder, mixers_of
+from anybit.engine.models.parts import RMSNorm, norm_eps
 from anybit.engine.weights import Checkpoint, Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch
@@ -62,7 +63,7 @@ def head_of(kind: type[Decoder], config: PretrainedConfig, weights: Checkpoint, 
     if names is None:
         raise InvalidInput(
             f"draft='mtp': no head for further tokens is known for {kind.__name__}; "
-            "use 'ngram', 'auto' or a smaller model"
+            "use 'ngram' or a smaller model"
         )
     if not any(name.startswith(f"{names.prefix}.") for name in weights.stored):
         raise InvalidInput(

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.engine.models.activations import activation
 from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import Decoder, activation_of
+from anybit.engine.models.layers import Decoder
+from anybit.engine.models.parts import activation_of
 from anybit.engine.models.rope import NoRope, Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput
@@ -65,6 +65,7 @@ class OPTBlock(nn.Module):
 
 class OPT(Decoder):
     prefix = "model.decoder"
+    rope_class = NoRope
 
     def __init__(self, config: PretrainedConfig, weights: Weights, length: int):
         c, known = config, config.max_position_embeddings
@@ -93,9 +94,6 @@ class OPT(Decoder):
     @property
     def embedding_size(self) -> int:
         return int(self.config.word_embed_proj_dim)
-
-    def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
-        return [NoRope(self.config, length, device)] * self.config.num_hidden_layers
 
     def forward(self, tokens: Tensor, states: Sequence[LayerState], batch: Batch) -> Tensor:
         x = self.project_in(self.words(tokens))

@@ -5,8 +5,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import Decoder, Further, Mixer, NormKind, norm_eps
+from anybit.engine.models.layers import ATTENTION_BIAS, Decoder, Further
+from anybit.engine.models.parts import Mixer, NormKind, norm_eps
 from anybit.engine.models.qwen_moe import SharedMoE, is_sparse
 from anybit.engine.models.recurrent import DeltaSizes, GatedDelta
 from anybit.engine.models.rope import Rope
@@ -15,6 +15,9 @@ from anybit.engine.weights import Weights
 
 class Qwen3_5(Decoder):
     norm_kind = NormKind(wide=True, offset=1.0)
+    biases = ATTENTION_BIAS
+    attention_options = {"qk_norm": True, "gated": True}
+    rope_options = {"partial": True}
     together = False  # whether projections of the delta rule are
 
     @classmethod
@@ -26,22 +29,12 @@ class Qwen3_5(Decoder):
     def rope_of_layers(self, length: int, device: torch.device) -> list[Rope]:
         for images in ("mrope_section", "mrope_interleaved"):  # all axes of text are one
             self.config.rope_parameters.get(images)
-        return [Rope(self.config, length, device, partial=True)] * self.config.num_hidden_layers
+        return super().rope_of_layers(length, device)
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         c, kind = self.config, self.config.layer_types[index]
         if kind == "full_attention":
-            bias = bool(c.attention_bias)
-            return Attention(
-                weights,
-                f"{name}.self_attn",
-                c,
-                bias,
-                output_bias=bias,
-                qk_norm=True,
-                norm=self.norm_kind,
-                gated=True,
-            )
+            return super().mixer(weights, name, index)
         if kind != "linear_attention":
             raise UnknownModel(f"layer type {kind!r} is unknown")
         sizes = DeltaSizes(

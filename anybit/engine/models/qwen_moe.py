@@ -3,9 +3,9 @@
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import MLP, Decoder, Mixer, MoE, window_of
-from anybit.engine.models.qwen3 import Qwen3
+from anybit.engine.models.layers import Biases
+from anybit.engine.models.llama import Mistral, Qwen3
+from anybit.engine.models.parts import MLP, MoE
 from anybit.engine.weights import Weights
 
 
@@ -29,10 +29,8 @@ class SharedMoE(nn.Module):
         return self.experts(x) + self.gate(x).sigmoid() * self.shared(x)
 
 
-class Qwen2Moe(Decoder):
-    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
-        c = self.config
-        return Attention(weights, name, c, bool(c.qkv_bias), window=window_of(c, index))
+class Qwen2Moe(Mistral):
+    biases = Biases("qkv_bias")
 
     def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
         if is_sparse(self.config, index):

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.activations import activation
-from anybit.engine.models.layers import Mixer, norm_eps
+from anybit.engine.models.parts import Mixer, norm_eps
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 from anybit.errors import InvalidInput

@@ -3,11 +3,9 @@
 import torch
 
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.attention import Attention
-from anybit.engine.models.layers import Mixer, window_of
+from anybit.engine.models.layers import window_of
 from anybit.engine.models.llama import Llama
 from anybit.engine.models.rope import NoRope, Rope
-from anybit.engine.weights import Weights
 
 
 class SmolLM3(Llama):
@@ -16,10 +14,8 @@ class SmolLM3(Llama):
         rope, none = Rope(c, length, device), NoRope(c, length, device)
         return [rope if used else none for used in c.no_rope_layers[: c.num_hidden_layers]]
 
-    def attention(self, weights: Weights, name: str, index: int) -> Mixer:
-        c = self.config
-        bias = bool(c.attention_bias)
-        window = window_of(c, index)
-        if window and not c.use_sliding_window:
+    def window(self, index: int) -> int | None:
+        window = window_of(self.config, index)
+        if window and not self.config.use_sliding_window:
             raise UnknownModel("layers with windows, and use_sliding_window=False, are unknown")
-        return Attention(weights, name, c, bias, output_bias=bias, window=window)
+        return window
