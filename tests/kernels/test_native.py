@@ -461,10 +461,10 @@ def test_a_broken_file_in_the_cache_is_compiled_anew(
 ) -> None:
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path))
     text = "define void @f(ptr %a) {\n  store i64 7, ptr %a\n  ret void\n}\n"
-    build.load(text, ["f"], LEVELS[-1])
+    build.load(text, "f", LEVELS[-1])
     (path,) = tmp_path.rglob("*.o")
     path.write_bytes(path.read_bytes()[:100])
-    build.load(text, ["f"], LEVELS[-1])
+    build.load(text, "f", LEVELS[-1])
     assert build._kept(path)
 
 
@@ -473,7 +473,7 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ANYBIT_CACHE", str(tmp_path / "file"))
-    build.load("define void @g(ptr %a) {\n  ret void\n}\n", ["g"], LEVELS[-1])
+    build.load("define void @g(ptr %a) {\n  ret void\n}\n", "g", LEVELS[-1])
     assert "ANYBIT_CACHE" in caplog.text
 
 

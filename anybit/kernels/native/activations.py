@@ -18,7 +18,7 @@ from anybit.kernels.native.floats import (
     several,
     whole,
 )
-from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import Operand, laid
 
@@ -83,7 +83,7 @@ def pack(
 @cache
 def kernel(spec: Packing) -> build.Kernel:
     f = _pack(spec)
-    return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+    return build.kernel(f, spec.operand.isa)
 
 
 def quantize(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
@@ -104,9 +104,8 @@ def quantize(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
 @cache
 def quantizer(source: str, isa: Isa) -> build.Kernel:
     """What quantizes activations whose type LLVM calls `source`."""
-    f = Function("quantize", [PTR])
-    args = Arguments(f, ("next", "x", "stride", "k", "m", "to", "scale"))
-    count, k = isa.floats, args.number("k")
+    f = Function("quantize", ("next", "x", "stride", "k", "m", "to", "scale"))
+    count, k = isa.floats, f.number("k")
     size = 4 if source == F32 else 2
     kind = vec(count, F32)
     one = f.integer(1)
@@ -119,9 +118,9 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
         with f.loop(whole, k) as at:
             each(1, at, _real(f, f.load(vec(1, source), row, at * size)))
 
-    with f.chunks(args.address("next"), one, args.number("m")) as (t, _):
-        row = f.at(args.pointer("x"), t * args.number("stride"))
-        to = f.at(args.pointer("to"), t * k)
+    with f.chunks(f.address("next"), one, f.number("m")) as (t, _):
+        row = f.at(f.pointer("x"), t * f.number("stride"))
+        to = f.at(f.pointer("to"), t * k)
         largest = f.variable(f.zero(kind))
 
         def compare(lanes: int, at: Value, x: Value) -> None:
@@ -137,7 +136,7 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
             top = f.call(a.kind, f"llvm.maximum.v{left // 2}f32", a, b)
         scale = f.lane(top, 0) // 127
         scale = f.select(f.compare("oeq", scale, f.constant(0, F32)), f.constant(1, F32), scale)
-        f.store(scale, args.pointer("scale"), t << 2)
+        f.store(scale, f.pointer("scale"), t << 2)
 
         def divide(lanes: int, at: Value, x: Value) -> None:
             some = f.call(x.kind, f"llvm.roundeven.v{lanes}f32", x // f.splat(scale, lanes))
@@ -148,8 +147,7 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
             f.store(f.cast("fptosi", some, vec(lanes, I8)), to, at)
 
         parts(row, divide)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)
 
 
 def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
@@ -167,12 +165,11 @@ def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
 
 @cache
 def fixer(isa: Isa) -> build.Kernel:
-    f = Function("fixed", [PTR])
-    args = Arguments(f, ("next", "x", "stride", "k", "m", "to", "scale"))
-    k = args.number("k")
-    with f.chunks(args.address("next"), f.integer(1), args.number("m")) as (t, _):
-        row = f.at(args.pointer("x"), t * args.number("stride"))
-        to = f.at(args.pointer("to"), t * k * 2)
+    f = Function("fixed", ("next", "x", "stride", "k", "m", "to", "scale"))
+    k = f.number("k")
+    with f.chunks(f.address("next"), f.integer(1), f.number("m")) as (t, _):
+        row = f.at(f.pointer("x"), t * f.number("stride"))
+        to = f.at(f.pointer("to"), t * k * 2)
         tops = {n: f.variable(f.constant(0, several(F32, n))) for n in (isa.floats, 1)}
 
         def compare(i: Value, count: int) -> None:
@@ -188,7 +185,7 @@ def fixer(isa: Isa) -> build.Kernel:
         nan = f.bits(f.constant(0x7FC00000, I32), F32)
         scale = f.bits((power - 14) << 23, F32)
         finite = f.compare("ult", exponent, f.constant(255, I32))
-        f.store(f.select(finite, scale, nan), args.pointer("scale"), t << 2)
+        f.store(f.select(finite, scale, nan), f.pointer("scale"), t << 2)
         inverse = f.bits((f.constant(268, I32) - power) << 23, F32)
 
         def move(i: Value, count: int) -> None:
@@ -197,8 +194,7 @@ def fixer(isa: Isa) -> build.Kernel:
             f.store(f.cast("trunc", code, several(I16, count)), to, i * 2)
 
         along(f, 0, k, isa.floats, move)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)
 
 
 def _split(f: Function, some: Value) -> Value:
@@ -214,25 +210,24 @@ def _split(f: Function, some: Value) -> Value:
 
 def _pack(spec: Packing) -> Function:
     operand = spec.operand
-    f = Function("pack", [PTR])
-    args = Arguments(f, NAMES)
+    f = Function("pack", NAMES)
     unit, size = operand.codes, operand.isa.bits // 8
-    k, m, tokens = args.number("k"), args.number("m"), args.number("tokens")
-    units = args.number("units")
+    k, m, tokens = f.number("k"), f.number("m"), f.number("tokens")
+    units = f.number("units")
     bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1, I16: 2}[spec.source]
     rest = f.allocate(I8, unit * bytes_)
-    with f.chunks(args.address("next"), tokens, m) as (first, last):
+    with f.chunks(f.address("next"), tokens, m) as (first, last):
         left = m - first
         # A last part that is smaller than the others lies closer, unless it is the only one.
         few = f.compare("sgt", tokens, m)
         span = f.select(few, tokens, f.smaller(left, tokens))
-        to = f.at(args.pointer("to"), first * units * (unit * operand.token_bytes))
+        to = f.at(f.pointer("to"), first * units * (unit * operand.token_bytes))
         with f.loop(first, last) as t:
-            row = f.at(args.pointer("x"), t * args.number("stride"))
+            row = f.at(f.pointer("x"), t * f.number("stride"))
             if spec.group is not None:
-                groups = args.number("groups") if spec.group else f.integer(1)
+                groups = f.number("groups") if spec.group else f.integer(1)
                 with f.loop(0, groups) as g:
-                    f.store(f.zero(I32), args.pointer("sums"), (t * groups + g) << 2)
+                    f.store(f.zero(I32), f.pointer("sums"), (t * groups + g) << 2)
             with f.loop(0, units) as u:
                 source = f.at(row, u * (unit * bytes_))
                 there = k - u * unit
@@ -255,8 +250,7 @@ def _pack(spec: Packing) -> Function:
                     part = f.shuffle(numbers, numbers, range(j * count, (j + 1) * count))
                     f.store(part, place, span * (j * size))
                 if spec.group is not None:
-                    _sum(f, args, spec, some, t, u)
-    f.give()
+                    _sum(f, spec, some, t, u)
     return f
 
 
@@ -282,7 +276,7 @@ def _real(f: Function, some: Value) -> Value:
     return f.cast("sitofp" if source == I8 else "fpext", some, vec(count, F32))
 
 
-def _sum(f: Function, args: Arguments, spec: Packing, some: Value, t: Value, u: Value) -> None:
+def _sum(f: Function, spec: Packing, some: Value, t: Value, u: Value) -> None:
     """Add a unit to the sums of its groups."""
     unit, operand = spec.operand.codes, spec.operand
     wide = f.cast("sext", some, vec(unit, I32)) if operand.integer else _real(f, some)
@@ -294,6 +288,6 @@ def _sum(f: Function, args: Arguments, spec: Packing, some: Value, t: Value, u: 
         at = t
         if spec.group:
             group = u // (size // unit) if count == 1 else u * count + i
-            at = t * args.number("groups") + group
-        place = f.at(args.pointer("sums"), at << 2)
+            at = t * f.number("groups") + group
+        place = f.at(f.pointer("sums"), at << 2)
         f.store(f.load(total.kind, place) + total, place)

@@ -17,7 +17,7 @@ from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.cache import Cache, cache_of, pointer
 from anybit.kernels.native.floats import BYTES, exp, largest, maximum, read, rounded
 from anybit.kernels.native.fused import bits_of, level, threads
-from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 ATTEND = (
@@ -160,7 +160,7 @@ class Attend:
 @cache
 def attend_kernel(spec: Attend) -> build.Kernel:
     f = _Attend(spec).function
-    return build.load(ir.module([f]), [f.name], spec.cache.isa)[0]
+    return build.kernel(f, spec.cache.isa)
 
 
 class _Attend:
@@ -169,17 +169,16 @@ class _Attend:
     def __init__(self, spec: Attend):
         self.spec, self.cache, self.group = spec, spec.cache, spec.group
         cache, queries = spec.cache, spec.group * spec.tokens
-        self.function = f = Function("attend", [PTR])
-        self.args = args = Arguments(f, ATTEND)
+        self.function = f = Function("attend", ATTEND)
         self.dim, self.lanes = cache.dim, cache.isa.floats
         self.q, self.out = (f.allocate(F32, queries * cache.dim) for _ in range(2))
         self.scores = f.allocate(F32, queries * PART)
         self.tile = f.allocate(F32, self.lanes * cache.dim)
-        parts, self.kv_heads = args.number("parts"), args.number("kv_heads")
+        parts, self.kv_heads = f.number("parts"), f.number("kv_heads")
         self.heads = self.kv_heads * self.group
         longest, most = f.variable(f.integer(0)), f.variable(f.integer(1))
         there = f.variable(f.integer(0))  # sequences up to the last one that has tokens
-        with f.loop(0, args.number("sequences")) as b:
+        with f.loop(0, f.number("sequences")) as b:
             context = self._word("contexts", b)
             longest.set(larger(f, longest.get(), context))
             there.set(f.select(f.compare("sgt", context, f.integer(0)), b + 1, there.get()))
@@ -189,11 +188,11 @@ class _Attend:
         used = (longest.get() + (PART - 1)) // PART
         tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
         total = there.get() * tiles * self.kv_heads * used
-        with f.chunks(args.address("next"), f.integer(1), total) as (unit, _):
+        with f.chunks(f.address("next"), f.integer(1), total) as (unit, _):
             part, rest = unit % used, unit // used
             self.head, rest = rest % self.kv_heads, rest // self.kv_heads
             tile, b = rest % tiles, rest // tiles
-            self.table = f.at(args.pointer("tables"), b * args.number("width") * 4)
+            self.table = f.at(f.pointer("tables"), b * f.number("width") * 4)
             context = self._word("contexts", b)
             self.row, stop = b, b + 1
             if spec.several:
@@ -208,22 +207,21 @@ class _Attend:
             self.start = part * PART
             with f.when(f.compare("slt", self.row, stop)):
                 self._tile(stop - self.row, f.smaller(self.start + PART, context), part, parts)
-        f.give()
 
     def _tile(self, tokens: Value, stop: Value, part: Value, parts: Value) -> None:
         """Attend with some tokens of a sequence."""
-        f, args, spec = self.function, self.args, self.spec
+        f, spec = self.function, self.spec
         self.stop, self.step, group = stop, parts, f.integer(self.group)
         # Whole vectors before the first one's window are left out.
         skipped = larger(f, self._seen(self.row) - self.start, f.integer(0))
         self.first = self.start + skipped // self.lanes * self.lanes
         first = self.row * self.heads + self.head * self.group  # of the tile's query heads
-        self.sums = f.at(args.pointer("sums"), (first * parts + part) * 8)
-        outs = f.at(args.pointer("outs"), (first * parts + part) * (4 * self.dim))
+        self.sums = f.at(f.pointer("sums"), (first * parts + part) * 8)
+        outs = f.at(f.pointer("outs"), (first * parts + part) * (4 * self.dim))
         queries = tokens * group if spec.several else group
         if spec.several:  # for `combine`
             with f.loop(self.row, self.row + tokens) as r:
-                f.store(f.cast("trunc", r + self.past, I32), args.pointer("ends"), r << 2)
+                f.store(f.cast("trunc", r + self.past, I32), f.pointer("ends"), r << 2)
         with f.when(f.compare("sge", self.first, self.stop)), f.loop(0, queries) as g:
             at = self._place(g) * parts * 8
             f.store(f.constant(LEAST, F32), self.sums, at)
@@ -244,11 +242,11 @@ class _Attend:
 
     def _word(self, name: str, i: Value) -> Value:
         f = self.function
-        return f.cast("sext", f.load(I32, self.args.pointer(name), i << 2), ir.I64)
+        return f.cast("sext", f.load(I32, self.function.pointer(name), i << 2), ir.I64)
 
     def _seen(self, row: Value) -> Value:
         """The first token of a context that the token in a row sees."""
-        some = row + self.past - self.args.number("window")
+        some = row + self.past - self.function.number("window")
         return larger(self.function, some, self.function.integer(0))
 
     def _place(self, g: Value) -> Value:
@@ -259,9 +257,9 @@ class _Attend:
 
     def _queries(self, queries: Value, first: Value) -> None:
         """Queries times the scale, and static scales of K's channels; outputs of zero."""
-        f, args, size = self.function, self.args, BYTES[self.cache.dtype]
-        q = f.at(args.pointer("q"), first * (self.dim * size))
-        scale = f.splat(f.load(F32, args.address("scale")), self.lanes)
+        f, size = self.function, BYTES[self.cache.dtype]
+        q = f.at(f.pointer("q"), first * (self.dim * size))
+        scale = f.splat(f.load(F32, f.address("scale")), self.lanes)
         with f.loop(0, queries) as g:
             own = self._place(g) * (self.dim * size)
             for i in range(0, self.dim, self.lanes):
@@ -274,18 +272,18 @@ class _Attend:
     def _channels(self, which: str, i: int) -> Value:
         """Static scales of channels from i on."""
         kind, at = vec(self.lanes, F32), self.head * (4 * self.dim) + 4 * i
-        return self.function.load(kind, self.args.pointer(f"{which}_scale"), at)
+        return self.function.load(kind, self.function.pointer(f"{which}_scale"), at)
 
     def _fetch(self, which: str, t: Value) -> None:
         """K or V of the tokens from t on as fp32; the last one's again behind it."""
-        f, args, cache = self.function, self.args, self.cache
-        block = args.number("block")
+        f, cache = self.function, self.cache
+        block = f.number("block")
         with f.loop(0, self.lanes) as i:
             token = f.smaller(t + i, self.stop - 1)
             page = f.load(I32, self.table, token // block << 2)
             page = f.cast("sext", page, ir.I64) * self.kv_heads + self.head
             place = page * block + token % block
-            row, to = f.at(args.pointer(which), place * cache.row_bytes(which)), i * (4 * self.dim)
+            row, to = f.at(f.pointer(which), place * cache.row_bytes(which)), i * (4 * self.dim)
             if cache.kind(which) == "int4":
                 self._unpack(which, row, page, token % block, to)
             else:
@@ -297,18 +295,18 @@ class _Attend:
         for j in range(0, self.dim, self.lanes):
             x = read(f, stored, row, j * BYTES[stored], self.lanes)
             if self.cache.kind(which) == "dynamic":
-                scale = f.load(F32, self.args.pointer(f"{which}_scale"), place << 2)
+                scale = f.load(F32, self.function.pointer(f"{which}_scale"), place << 2)
                 x = x * f.splat(scale, self.lanes)
             f.store(x, self.tile, to + 4 * j)
 
     def _unpack(self, which: str, row: Value, page: Value, offset: Value, to: Value) -> None:
         """Both halves of a token's head in int4, into the tile."""
-        f, args, cache, half = self.function, self.args, self.cache, self.dim // 2
-        lanes, block = cache.lanes, args.number("block")
+        f, cache, half = self.function, self.cache, self.dim // 2
+        lanes, block = cache.lanes, f.number("block")
         grid = []
         for g in range(2 * cache.groups):
             at = (page * 2 * cache.groups + g) * block + offset << 2
-            pair = (f.load("half", args.pointer(f"{which}_scale"), at + 2 * n) for n in range(2))
+            pair = (f.load("half", f.pointer(f"{which}_scale"), at + 2 * n) for n in range(2))
             grid.append([f.splat(f.cast("fpext", x, F32), lanes) for x in pair])
         for j in range(0, half, lanes):
             pairs = f.cast("zext", f.load(vec(lanes, I8), row, j), vec(lanes, I32))
@@ -332,7 +330,7 @@ class _Attend:
                 sums[i] = f.fma(q, k, sums[i])
         score = add_up(f, sums)
         if self.spec.capped:
-            cap = f.splat(f.load(F32, self.args.address("cap")), lanes)
+            cap = f.splat(f.load(F32, self.function.address("cap")), lanes)
             double = exp(f, (score + score) // cap)
             score = cap * (f.constant(1, cap.kind) - f.constant(2, cap.kind) // (double + 1))
         tokens = f.splat(t, lanes) + _counting(f, lanes)
@@ -424,28 +422,27 @@ def _counting(f: Function, count: int) -> Value:
 @cache
 def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -> build.Kernel:
     """Adds up the parts of a context; several: of tokens from `first` on and before `last`."""
-    f = Function("combine", [PTR])
-    args = Arguments(f, COMBINE)
-    parts, heads, size = args.number("parts"), args.number("heads"), BYTES[dtype]
+    f = Function("combine", COMBINE)
+    parts, heads, size = f.number("parts"), f.number("heads"), BYTES[dtype]
     lanes = isa.floats
     begin = stop = f.integer(0)
     if several:
         begin, stop = (
-            f.cast("sext", f.load(I32, args.pointer(name)), ir.I64) * heads
+            f.cast("sext", f.load(I32, f.pointer(name)), ir.I64) * heads
             for name in ("first", "last")
         )
-    count = args.number("rows") - begin
-    with f.chunks(args.address("next"), f.integer(1), count) as (unit, _):
+    count = f.number("rows") - begin
+    with f.chunks(f.address("next"), f.integer(1), count) as (unit, _):
         row = unit + begin
-        sums = f.at(args.pointer("sums"), row * parts * 8)
-        outs = f.at(args.pointer("outs"), row * parts * (4 * dim))
-        end = f.load(I32, args.pointer("ends"), row // heads << 2)
+        sums = f.at(f.pointer("sums"), row * parts * 8)
+        outs = f.at(f.pointer("outs"), row * parts * (4 * dim))
+        end = f.load(I32, f.pointer("ends"), row // heads << 2)
         used = (f.cast("sext", end, ir.I64) + (PART - 1)) // PART
         if several:
             used = f.select(f.compare("slt", row, stop), used, f.integer(0))
         most = f.variable(f.constant(LEAST, F32))
         if sinks:
-            sink = f.load(F32, args.pointer("sinks"), row % heads << 2)
+            sink = f.load(F32, f.pointer("sinks"), row % heads << 2)
             most.set(maximum(f, most.get(), sink))
         with f.loop(0, used) as p:
             most.set(maximum(f, most.get(), f.load(F32, sums, p << 3)))
@@ -465,6 +462,5 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
         factor = f.splat(f.constant(1, F32) // f.select(nothing, f.constant(1, F32), some), lanes)
         for i, channel in enumerate(channels):
             y = rounded(f, isa, channel.get() * factor, dtype)
-            f.store(y, args.pointer("out"), row * (dim * size) + size * lanes * i)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+            f.store(y, f.pointer("out"), row * (dim * size) + size * lanes * i)
+    return build.kernel(f, isa)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anybit.files.directory import cache_folder, written_whole
+from anybit.kernels.native.ir import Function
 from anybit.kernels.native.isa import Isa
 from anybit.version import __version__
 
@@ -137,8 +138,12 @@ def compile_text(text: str, isa: Isa) -> bytes:
     return bytes(machine.emit_object(module))
 
 
-def load(text: str, names: Sequence[str], isa: Isa) -> list[Kernel]:
-    """Functions of a module, compiled now or read from the cache."""
+def kernel(function: Function, isa: Isa) -> Kernel:
+    return load(function.text(), function.name, isa)
+
+
+def load(text: str, name: str, isa: Isa) -> Kernel:
+    """A function of a module, compiled now or read from the cache."""
     from llvmlite import binding
 
     path = _place(text, isa)
@@ -149,7 +154,7 @@ def load(text: str, names: Sequence[str], isa: Isa) -> list[Kernel]:
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(isa))
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return [Kernel(engine, name) for name in names]
+    return Kernel(engine, name)
 
 
 def _place(text: str, isa: Isa) -> Path:

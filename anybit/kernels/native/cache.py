@@ -28,7 +28,7 @@ from anybit.kernels.native.floats import (
     whole,
 )
 from anybit.kernels.native.fused import FLOATS, bits_of, level, threads
-from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 WRITE = (
@@ -159,7 +159,7 @@ def write(
 def write_kernel(cache: Cache, weight: str | None) -> build.Kernel:
     """weight: type of the heads' norms; None: there are none."""
     f = _Write(cache, weight).function
-    return build.load(ir.module([f]), [f.name], cache.isa)[0]
+    return build.kernel(f, cache.isa)
 
 
 class _Write:
@@ -167,38 +167,37 @@ class _Write:
 
     def __init__(self, cache: Cache, weight: str | None):
         self.cache = cache
-        self.function = f = Function("write", [PTR])
-        self.args = args = Arguments(f, WRITE)
+        self.function = f = Function("write", WRITE)
         dim, lanes, size = cache.dim, cache.lanes, BYTES[cache.dtype]
         self.vectors = range(0, dim, lanes)
-        heads, kv_heads = args.number("heads"), args.number("kv_heads")
+        heads, kv_heads = f.number("heads"), f.number("kv_heads")
         all_heads = heads + kv_heads + kv_heads
         self.row = f.allocate(F32, dim)
-        total = args.number("tokens") * all_heads
+        total = f.number("tokens") * all_heads
         with (
-            f.chunks(args.address("next"), f.integer(HEADS), total) as (first, last),
+            f.chunks(f.address("next"), f.integer(HEADS), total) as (first, last),
             f.loop(first, last) as unit,
         ):
             t, head = unit // all_heads, unit % all_heads
-            x = f.at(args.pointer("qkv"), t * args.number("stride") + head * (dim * size))
+            x = f.at(f.pointer("qkv"), t * f.number("stride") + head * (dim * size))
             for i in self.vectors:
                 f.store(read(f, cache.dtype, x, i * size, lanes), self.row, 4 * i)
             is_q = f.compare("slt", head, heads)
             with f.when(f.compare("slt", head, heads + kv_heads)):
                 if weight is not None:
-                    places = args.pointer("q_weight"), args.pointer("k_weight")
+                    places = f.pointer("q_weight"), f.pointer("k_weight")
                     self._norm(f.select(is_q, *places), weight)
                 position = self._token("positions", t)
                 self._rotate(position * (dim * 2))
                 if cache.k == "int4":
                     self._spread()
             with f.when(is_q):
-                to = f.at(args.pointer("q"), (t * heads + head) * (dim * size))
+                to = f.at(f.pointer("q"), (t * heads + head) * (dim * size))
                 for i in self.vectors:
                     f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * size)
             slot = self._token("slots", t)
             with f.when(f.compare("sge", slot, f.integer(0))):
-                block = args.number("block")
+                block = f.number("block")
                 for which, first in (("k", heads), ("v", heads + kv_heads)):
                     mine = head - first
                     page = slot // block * kv_heads + mine
@@ -210,11 +209,10 @@ class _Write:
                             self._pack(which, page, block, slot % block)
                         else:
                             self._store(which, mine, page * block + slot % block)
-        f.give()
 
     def _token(self, name: str, t: Value) -> Value:
         f = self.function
-        return f.cast("sext", f.load(I32, self.args.pointer(name), t << 2), ir.I64)
+        return f.cast("sext", f.load(I32, self.function.pointer(name), t << 2), ir.I64)
 
     def _at(self, i: int) -> Value:
         """Channels from i on."""
@@ -226,7 +224,7 @@ class _Write:
         for i in self.vectors:
             squares = f.fma(self._at(i), self._at(i), squares)
         mean = f.sum(squares) * (1 / cache.dim)
-        inverse = f.constant(1, F32) // root(f, mean + f.load(F32, self.args.address("eps")))
+        inverse = f.constant(1, F32) // root(f, mean + f.load(F32, self.function.address("eps")))
         for i in self.vectors:
             x = through(f, cache.isa, self._at(i) * f.splat(inverse, cache.lanes), weight)
             x = x * read(f, weight, weights, i * BYTES[weight], cache.lanes)
@@ -238,7 +236,9 @@ class _Write:
         f, cache, half = self.function, self.cache, self.cache.dim // 2
         kind = vec(cache.lanes, F32)
         for i in range(0, half, cache.lanes):
-            cos, sin = (f.load(kind, self.args.pointer(n), place + 4 * i) for n in ("cos", "sin"))
+            cos, sin = (
+                f.load(kind, self.function.pointer(n), place + 4 * i) for n in ("cos", "sin")
+            )
             a, b = self._at(i), self._at(half + i)
             for at, x in ((i, a * cos - b * sin), (half + i, b * cos + a * sin)):
                 f.store(through(f, cache.isa, x, cache.dtype), self.row, 4 * at)
@@ -261,8 +261,8 @@ class _Write:
 
     def _pack(self, which: str, page: Value, block: Value, offset: Value) -> None:
         """Put K or V of a head into a block in int4."""
-        f, args, cache, half = self.function, self.args, self.cache, self.cache.dim // 2
-        to = f.at(args.pointer(which), (page * block + offset) * half)
+        f, cache, half = self.function, self.cache, self.cache.dim // 2
+        to = f.at(f.pointer(which), (page * block + offset) * half)
         for group in range(cache.groups):
             starts = range(group * cache.group, (group + 1) * cache.group, cache.lanes)
             low, high = (
@@ -288,7 +288,7 @@ class _Write:
         scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
         numbers = [f.cast("fptrunc", x, "half") for x in (scale, least * -1)]
         for i, number in enumerate(numbers):
-            f.store(number, self.args.pointer(f"{which}_scale"), (row << 2) + 2 * i)
+            f.store(number, self.function.pointer(f"{which}_scale"), (row << 2) + 2 * i)
         return [f.splat(f.cast("fpext", x, F32), cache.lanes) for x in numbers]
 
     def _largest(self, vectors: list[Value]) -> Value:
@@ -299,14 +299,14 @@ class _Write:
 
     def _store(self, which: str, head: Value, place: Value) -> None:
         """Put K or V of a head at `place`, counted in rows of the cache."""
-        f, args, cache, kind = self.function, self.args, self.cache, self.cache.kind(which)
+        f, cache, kind = self.function, self.cache, self.cache.kind(which)
         dim, lanes = cache.dim, cache.lanes
-        to = f.at(args.pointer(which), place * cache.row_bytes(which))
+        to = f.at(f.pointer(which), place * cache.row_bytes(which))
         if kind == "model":
             for i in self.vectors:
                 f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * BYTES[cache.dtype])
             return
-        scales = args.pointer(f"{which}_scale")
+        scales = f.pointer(f"{which}_scale")
         single = vec(lanes, F32)
         if kind == "dynamic":
             most = f.constant(0, single)

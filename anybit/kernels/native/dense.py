@@ -16,7 +16,7 @@ from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import BYTES, read, rounded
 from anybit.kernels.native.fused import FLOATS, level, threads
 from anybit.kernels.native.instructions import dot_bf16
-from anybit.kernels.native.ir import BF16, F32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import BF16, F32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 NAMES = ("next", "w", "x", "x_stride", "bias", "y", "m", "n", "k", "chunk")
@@ -77,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @cache
 def kernel(spec: Dense) -> build.Kernel:
     f = _Rows(spec).function
-    return build.load(ir.module([f]), [f.name], spec.isa)[0]
+    return build.kernel(f, spec.isa)
 
 
 class _Rows:
@@ -88,26 +88,24 @@ class _Rows:
 
     def __init__(self, spec: Dense):
         self.spec, self.size = spec, BYTES[spec.dtype]
-        self.function = f = Function("dense", [PTR])
-        self.args = args = Arguments(f, NAMES)
+        self.function = f = Function("dense", NAMES)
         self.pairs = spec.dtype == BF16 and spec.isa.bf16
         self.lanes = spec.isa.floats * (2 if self.pairs else 1)
-        self.m, self.n, self.k = (args.number(name) for name in "mnk")
+        self.m, self.n, self.k = (f.number(name) for name in "mnk")
         with (
-            f.chunks(args.address("next"), args.number("chunk"), self.n) as (first, last),
+            f.chunks(f.address("next"), f.number("chunk"), self.n) as (first, last),
             f.loop(first, last, spec.rows) as r,
         ):
             r = f.smaller(r, self.n - spec.rows)
             with f.loop(0, self.m, spec.tokens) as t:
                 self._times(r, f.smaller(t, self.m - spec.tokens))
-        f.give()
 
     def _times(self, r: Value, t: Value) -> None:
         """Multiply rows from r on and tokens from t on."""
-        f, args, spec, k = self.function, self.args, self.spec, self.k
-        x, stride = args.pointer("x"), args.number("x_stride")
+        f, spec, k = self.function, self.spec, self.k
+        x, stride = f.pointer("x"), f.number("x_stride")
         self.x = [f.at(x, stride * (t + i)) for i in range(spec.tokens)]
-        self.w = [f.at(args.pointer("w"), (r + j) * k * self.size) for j in range(spec.rows)]
+        self.w = [f.at(f.pointer("w"), (r + j) * k * self.size) for j in range(spec.rows)]
         chains = max(1, CHAINS // (spec.tokens * spec.rows))
         zero = f.constant(0, vec(spec.isa.floats, F32))
         pairs = [(j, i) for j in range(spec.rows) for i in range(spec.tokens)]
@@ -133,9 +131,9 @@ class _Rows:
             y = f.sum(total) + rest[pair].get()
             row, token = r + pair[0], t + pair[1]
             if spec.bias:
-                y = y + read(f, spec.dtype, args.pointer("bias"), row * self.size, 1)
+                y = y + read(f, spec.dtype, f.pointer("bias"), row * self.size, 1)
             place = (self.n * token + row) * self.size
-            f.store(rounded(f, spec.isa, y, spec.dtype), args.pointer("y"), place)
+            f.store(rounded(f, spec.isa, y, spec.dtype), f.pointer("y"), place)
 
     def _multiply(self, i: Value, sums: dict[tuple[int, int], ir.Variable]) -> None:
         """Add the products of vectors of W and x at column i, or of single numbers, to sums."""

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from anybit.kernels.native import build, ir
+from anybit.kernels.native import build
 from anybit.kernels.native.activations import DTYPES, SERIAL
 from anybit.kernels.native.floats import (
     BYTES,
@@ -21,7 +21,7 @@ from anybit.kernels.native.floats import (
     several,
     through,
 )
-from anybit.kernels.native.ir import F32, PTR, Arguments, Function, Value
+from anybit.kernels.native.ir import F32, Function, Value
 from anybit.kernels.native.isa import Isa, isa
 
 NORM = (
@@ -107,14 +107,13 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @cache
 def norm_kernel(spec: Norm) -> build.Kernel:
-    f = Function("norm", [PTR])
-    args = Arguments(f, NORM)
-    n, size, lanes = args.number("n"), BYTES[spec.dtype], spec.isa.floats
-    eps = f.load(F32, args.address("eps"), align=4)
-    with f.chunks(args.address("next"), f.integer(1), args.number("m")) as (t, _):
-        x = f.at(args.pointer("x"), t * args.number("x_stride"))
-        out, total = (f.at(args.pointer(name), t * n * size) for name in ("out", "total"))
-        delta = f.at(args.pointer("delta"), t * args.number("delta_stride"))
+    f = Function("norm", NORM)
+    n, size, lanes = f.number("n"), BYTES[spec.dtype], spec.isa.floats
+    eps = f.load(F32, f.address("eps"), align=4)
+    with f.chunks(f.address("next"), f.integer(1), f.number("m")) as (t, _):
+        x = f.at(f.pointer("x"), t * f.number("x_stride"))
+        out, total = (f.at(f.pointer(name), t * n * size) for name in ("out", "total"))
+        delta = f.at(f.pointer("delta"), t * f.number("delta_stride"))
         sums = {count: f.variable(f.constant(0, several(F32, count))) for count in (lanes, 1)}
 
         def add(i: Value, count: int) -> None:
@@ -134,13 +133,12 @@ def norm_kernel(spec: Norm) -> build.Kernel:
         def scale(i: Value, count: int) -> None:
             some = read(f, spec.dtype, source, i * size, count) * every(f, inverse, count)
             some = through(f, spec.isa, some, spec.weight)
-            weight = read(f, spec.weight, args.pointer("weight"), i * BYTES[spec.weight], count)
+            weight = read(f, spec.weight, f.pointer("weight"), i * BYTES[spec.weight], count)
             some = through(f, spec.isa, some * weight, spec.weight)
             f.store(rounded(f, spec.isa, some, spec.dtype), out, i * size)
 
         along(f, 0, n, lanes, scale)
-    f.give()
-    return build.load(ir.module([f]), [f.name], spec.isa)[0]
+    return build.kernel(f, spec.isa)
 
 
 # SiLU and GELU.
@@ -169,15 +167,14 @@ def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 
 @cache
 def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
-    f = Function("gated", [PTR])
-    args = Arguments(f, GATED)
-    n, parts, size = args.number("n"), args.number("parts"), BYTES[dtype]
-    with f.chunks(args.address("next"), f.integer(1), args.number("m") * parts) as (unit, _):
+    f = Function("gated", GATED)
+    n, parts, size = f.number("n"), f.number("parts"), BYTES[dtype]
+    with f.chunks(f.address("next"), f.integer(1), f.number("m") * parts) as (unit, _):
         t, first = unit // parts, unit % parts * PART
         gate, up = (
-            f.at(args.pointer(name), t * args.number(f"{name}_stride")) for name in ("gate", "up")
+            f.at(f.pointer(name), t * f.number(f"{name}_stride")) for name in ("gate", "up")
         )
-        out = f.at(args.pointer("out"), t * n * size)
+        out = f.at(f.pointer("out"), t * n * size)
 
         def multiply(i: Value, count: int) -> None:
             x = read(f, dtype, gate, i * size, count)
@@ -192,8 +189,7 @@ def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
             f.store(rounded(f, isa, y, dtype), out, i * size)
 
         along(f, first, f.smaller(first + PART, n), isa.floats, multiply)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)
 
 
 # Other dtypes.
@@ -207,15 +203,13 @@ def convert(x: Tensor, out: Tensor) -> None:
 
 @cache
 def copy_kernel(isa: Isa, source: str, target: str) -> build.Kernel:
-    f = Function("convert", [PTR])
-    args = Arguments(f, COPY)
-    chunk, n = f.integer(PART), args.number("n")
-    with f.chunks(args.address("next"), chunk, n) as (first, last):
+    f = Function("convert", COPY)
+    chunk, n = f.integer(PART), f.number("n")
+    with f.chunks(f.address("next"), chunk, n) as (first, last):
 
         def move(i: Value, count: int) -> None:
-            some = read(f, source, args.pointer("from"), i * BYTES[source], count)
-            f.store(rounded(f, isa, some, target), args.pointer("to"), i * BYTES[target])
+            some = read(f, source, f.pointer("from"), i * BYTES[source], count)
+            f.store(rounded(f, isa, some, target), f.pointer("to"), i * BYTES[target])
 
         along(f, first, last, isa.floats, move)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)

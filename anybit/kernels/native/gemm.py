@@ -11,7 +11,7 @@ from typing import Any
 
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.gemv import factors_at, scales_at, store
-from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import BF16, F32, I16, I32, I64, PTR, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
@@ -71,7 +71,7 @@ class Tile:
 def decoder(spec: Tile) -> build.Kernel:
     """What decodes a part of a row or of a band; `product` calls it."""
     f = (_decode_band if spec.operand.banded else _decode)(spec)
-    return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+    return build.kernel(f, spec.operand.isa)
 
 
 @cache
@@ -83,7 +83,7 @@ def product(operand: Operand, dtype: str, quantized: bool, bands: int = 0) -> bu
     """
     kind = _Bands if bands else _Product
     f = kind(operand, dtype, quantized, bands).function
-    return build.load(ir.module([f]), [f.name], operand.isa)[0]
+    return build.kernel(f, operand.isa)
 
 
 def bands(isa: Isa, n: int, threads: int) -> int:
@@ -101,34 +101,31 @@ def room(operand: Operand, strip: int, part: int, m: int) -> int:
 def _decode(spec: Tile) -> Function:
     """(arguments, row, first block, last block, where to, bytes between vectors there)."""
     operand, step = spec.operand, spec.codes.block_bytes()
-    f = Function("decode", [PTR, I64, I64, I64, PTR, I64])
-    args = Arguments(f, NAMES)
+    f = Function("decode", NAMES, [PTR, I64, I64, I64, PTR, I64])
     _, row, first, last, out, stride = f.arguments
-    table: Any = spec.codes.table(f, operand, args.pointer("table"))
-    whole = args.number("blocks") - (1 if spec.tail else 0)
+    table: Any = spec.codes.table(f, operand, f.pointer("table"))
+    whole = f.number("blocks") - (1 if spec.tail else 0)
     per = BLOCK // spec.group if spec.group else 0
     groups = whole * per + (-(-spec.tail // spec.group) if spec.group else 0)
-    w = f.at(args.pointer("w"), spec.codes.row(f, table, row, whole, spec.tail))
+    w = f.at(f.pointer("w"), spec.codes.row(f, table, row, whole, spec.tail))
     vectors = operand.units * operand.vectors
 
     def block(b: Value, count: int) -> None:
         codes, to = f.at(w, b * step), f.at(out, (b - first) * vectors * stride)
         for i in range(0, step, 64):
             f.prefetch(codes, 1024 + i)
-        _block(f, args, spec, table, count, codes, row * groups + b * per, to, stride)
+        _block(f, spec, table, count, codes, row * groups + b * per, to, stride)
 
     with f.loop(first, f.smaller(last, whole)) as b:
         block(b, BLOCK)
     if spec.tail:
         with f.when(f.compare("sgt", last, whole)):
             block(whole, spec.tail)
-    f.give()
     return f
 
 
 def _block(
     f: Function,
-    args: Arguments,
     spec: Tile,
     table: Any,
     count: int,
@@ -144,10 +141,10 @@ def _block(
     for unit in range(count // operand.codes):
         if (groups and unit * groups % operand.units == 0) or many > 1:
             g = group + unit * groups // operand.units
-            scale = scales_at(f, args.pointer("scale"), g, many, bool(spec.wide))
+            scale = scales_at(f, f.pointer("scale"), g, many, bool(spec.wide))
             offset = f.zero(scale.kind)
             if spec.form:
-                offset = scales_at(f, args.pointer("offset"), g, many, bool(spec.wide))
+                offset = scales_at(f, f.pointer("offset"), g, many, bool(spec.wide))
             if spec.form == "scaled":
                 offset = offset * scale
         for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table, count)):
@@ -162,13 +159,12 @@ def _block(
 def _decode_band(spec: Tile) -> Function:
     """As `_decode`, of a band."""
     operand, parts, group = spec.operand, spec.operand.parts, spec.group
-    f = Function("decode", [PTR, I64, I64, I64, PTR, I64])
-    args = Arguments(f, NAMES)
+    f = Function("decode", NAMES, [PTR, I64, I64, I64, PTR, I64])
     _, band, first, last, out, stride = f.arguments
-    table: Any = spec.codes.table(f, operand, args.pointer("table"))
-    blocks, step = args.number("blocks"), spec.codes.block_bytes()
+    table: Any = spec.codes.table(f, operand, f.pointer("table"))
+    blocks, step = f.number("blocks"), spec.codes.block_bytes()
     groups = (blocks * RUN + (group - 1)) // group if group else blocks
-    w = f.at(args.pointer("w"), band * blocks * step)
+    w = f.at(f.pointer("w"), band * blocks * step)
     steps = operand.units * operand.vectors // parts  # of a block
     factors: list[tuple[Value, Value]] = []
     with f.loop(first, last) as b:
@@ -181,14 +177,13 @@ def _decode_band(spec: Tile) -> Function:
                 at = band * groups + (b * RUN + column) // group
                 factors = []
                 for part in range(parts):
-                    some = factors_at(f, args, at, part, operand, spec.form, spec.wide)
+                    some = factors_at(f, at, part, operand, spec.form, spec.wide)
                     factors.append((some[0], some[1] if spec.form else f.zero(some[0].kind)))
             for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, table)):
                 part, place = operand.place(unit, j)
                 if group:
                     weight = _scaled(f, operand, weight, *factors[part])
                 f.store(weight, to, stride * place + part * (operand.isa.bits // 8))
-    f.give()
     return f
 
 
@@ -226,25 +221,23 @@ class _Product:
     def __init__(self, operand: Operand, dtype: str, quantized: bool, bands: int = 0):
         self.operand, self.dtype, self.quantized = operand, dtype, quantized
         self.bands = bands
-        self.function = f = Function("product", [PTR])
-        self.args = args = Arguments(f, NAMES)
+        self.function = f = Function("product", NAMES)
         self.rows, self.size = rows(operand.isa), operand.isa.bits // 8
         self.vectors = operand.units * operand.vectors  # of a whole block
-        self.long = args.number("vectors")  # of a row
-        self.m, self.blocks, self.strip = (args.number(a) for a in ("m", "blocks", "strip"))
-        part = args.number("part")
-        slot = f.take(args.address("slot"), 1)  # every thread has a room of its own
-        self.tile = f.at(args.pointer("scratch"), slot * args.number("room"))
+        self.long = f.number("vectors")  # of a row
+        self.m, self.blocks, self.strip = (f.number(a) for a in ("m", "blocks", "strip"))
+        part = f.number("part")
+        slot = f.take(f.address("slot"), 1)  # every thread has a room of its own
+        self.tile = f.at(f.pointer("scratch"), slot * f.number("room"))
         high = self.strip // BAND if bands else self.strip
         self.sums = f.at(self.tile, high * part * (self.vectors * self.size))
-        n = args.number("n")
-        with f.chunks(args.address("next"), self.strip, n) as (self.first, self.last):
+        n = f.number("n")
+        with f.chunks(f.address("next"), self.strip, n) as (self.first, self.last):
             self.height = self.last - self.first
             with f.loop(0, (self.blocks + part - 1) // part) as i:
                 self._part(i * part, f.smaller((i + 1) * part, self.blocks))
             with f.loop(0, self.m) as t:
                 self._finish(t)
-        f.give()
 
     def _part(self, start: Value, stop: Value) -> None:
         """Decode the strip's blocks from `start` to `stop` and multiply them."""
@@ -255,7 +248,13 @@ class _Product:
             stride = f.integer(self.rows * self.size)
             to = f.at(self.tile, place)
             f.run(
-                self.args.pointer("decode"), f.arguments[0], self.first + j, start, stop, to, stride
+                self.function.pointer("decode"),
+                f.arguments[0],
+                self.first + j,
+                start,
+                stop,
+                to,
+                stride,
             )
         whole = self.m // TOKENS * TOKENS
         with f.loop(0, whole, TOKENS) as t:
@@ -268,7 +267,7 @@ class _Product:
         """Multiply the tile by activations t to t + tokens, which lie side by side."""
         f, operand, size = self.function, self.operand, self.size
         place = t * self.long + start * (self.vectors * tokens)
-        panel = f.at(self.args.pointer("x"), place * size)
+        panel = f.at(self.function.pointer("x"), place * size)
         fresh = f.compare("eq", start, f.integer(0))
         zero = f.zero(operand.sums)
         with f.loop(0, self.height, self.rows) as j:
@@ -298,7 +297,7 @@ class _Product:
             self._store(t, j, 1)
 
     def _store(self, t: Value, j: Value, count: int) -> None:
-        f, args = self.function, self.args
+        f = self.function
         kind = I32 if self.operand.whole else F32
         at = (t // TOKENS * TOKENS * self.strip + j * TOKENS + t % TOKENS) * 4
         if count > 1:
@@ -308,7 +307,7 @@ class _Product:
             value = f.load(kind, self.sums, at)
 
         how = self.dtype, self.quantized, self.operand.whole
-        store(args, value, self.first + j, t, *how)
+        store(f, value, self.first + j, t, *how)
 
 
 class _Bands(_Product):
@@ -322,7 +321,9 @@ class _Bands(_Product):
         first = self.first // BAND
         with f.loop(0, (self.height + (BAND - 1)) // BAND) as j:
             to, stride = f.at(self.tile, j * (parts * size)), f.integer(self.width * size)
-            f.run(self.args.pointer("decode"), f.arguments[0], first + j, start, stop, to, stride)
+            f.run(
+                self.function.pointer("decode"), f.arguments[0], first + j, start, stop, to, stride
+            )
         whole = self.m // BAND_TOKENS * BAND_TOKENS
         with f.loop(0, whole, BAND_TOKENS) as t:
             self._panel(t, BAND_TOKENS, start, steps)
@@ -334,7 +335,7 @@ class _Bands(_Product):
         """Multiply the tile by activations t to t + tokens, `long` times 32 bits of each."""
         f, operand = self.function, self.operand
         row = self.blocks * (RUN * operand.token_bytes)
-        first = f.at(self.args.pointer("x"), start * (RUN * operand.token_bytes))
+        first = f.at(self.function.pointer("x"), start * (RUN * operand.token_bytes))
         x = [f.at(first, (t + i) * row) for i in range(tokens)]
         zero = f.zero(operand.sums)
         totals = [[f.variable(zero) for _ in x] for _ in range(self.width)]
@@ -356,7 +357,7 @@ class _Bands(_Product):
         f = self.function
         kind = I32 if self.operand.whole else F32
         value = f.load(vec(count, kind) if count > 1 else kind, self.sums, (t * self.strip + j) * 4)
-        store(self.args, value, self.first + j, t, self.dtype, self.quantized, self.operand.whole)
+        store(f, value, self.first + j, t, self.dtype, self.quantized, self.operand.whole)
 
 
 def _add_up(f: Function, parts: list[Value]) -> Value:

@@ -10,7 +10,7 @@ from typing import Any
 
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.decode import Codes
-from anybit.kernels.native.ir import F32, I8, I32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I32, Function, Value, vec
 from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
 
@@ -71,7 +71,7 @@ class Few:
 def kernel(spec: Few) -> build.Kernel:
     """The compiled kernel; its arguments are `NAMES`."""
     f = (_Bands if spec.operand.banded else _Rows)(spec).function
-    return build.load(ir.module([f]), [f.name], spec.operand.isa)[0]
+    return build.kernel(f, spec.operand.isa)
 
 
 class _Rows:
@@ -79,11 +79,10 @@ class _Rows:
 
     def __init__(self, spec: Few):
         self.spec = spec
-        self.function = f = Function("few", [PTR])
-        self.args = args = Arguments(f, NAMES)
+        self.function = f = Function("few", NAMES)
         operand, step = spec.operand, spec.codes.block_bytes()
-        blocks, n = args.number("blocks"), args.number("n")
-        self.table: Any = spec.codes.table(f, operand, args.pointer("table"))
+        blocks, n = f.number("blocks"), f.number("n")
+        self.table: Any = spec.codes.table(f, operand, f.pointer("table"))
         self.per_block = BLOCK // spec.group if spec.group else 0
         self.groups = blocks * self.per_block
         if spec.group:
@@ -92,22 +91,21 @@ class _Rows:
         x_step = operand.units * operand.vectors * operand.isa.bits // 8 * spec.m
         zero = f.zero(operand.totals)
         with (
-            f.chunks(args.address("next"), args.number("chunk"), n) as (first, last),
+            f.chunks(f.address("next"), f.number("chunk"), n) as (first, last),
             f.loop(first, last) as r,
         ):
             tails = self._read_scales(r)
-            w = f.at(args.pointer("w"), spec.codes.row(f, self.table, r, blocks, spec.tail))
+            w = f.at(f.pointer("w"), spec.codes.row(f, self.table, r, blocks, spec.tail))
             totals = [f.variable(zero) for _ in range(spec.m)]
             with f.loop(0, blocks) as b:
-                codes, x = f.at(w, b * step), f.at(args.pointer("x"), b * x_step)
+                codes, x = f.at(w, b * step), f.at(f.pointer("x"), b * x_step)
                 self._block(codes, x, b, totals)
             if spec.tail:
-                codes, x = f.at(w, blocks * step), f.at(args.pointer("x"), blocks * x_step)
+                codes, x = f.at(w, blocks * step), f.at(f.pointer("x"), blocks * x_step)
                 self._block(codes, x, blocks, totals, spec.tail)
             for i, total in enumerate(totals):
-                with f.when(f.compare("slt", f.integer(i), args.number("m"))):
+                with f.when(f.compare("slt", f.integer(i), f.number("m"))):
                     self._store(r, i, f.sum(total.get()), tails[i] if tails else None)
-        f.give()
 
     def _block(
         self, codes: Value, x: Value, b: Value, totals: list[ir.Variable], count: int = BLOCK
@@ -165,22 +163,22 @@ class _Rows:
         """Put a row's scales on the stack; the sums of its offsets for each activation."""
         if self.scales is None:
             return []
-        f, spec, args = self.function, self.spec, self.args
+        f, spec = self.function, self.spec
         kind, lanes = spec.operand.totals, spec.operand.isa.floats
         tails = [f.variable(f.zero(kind)) for _ in range(spec.m)] if spec.form else []
         stride = (self.groups + 15) & -16  # of sums, as `activations.pack` lays them out
         with f.loop(0, self.groups, lanes) as g:
-            scale = scales_at(f, args.pointer("scale"), r * self.groups + g, lanes, bool(spec.wide))
+            scale = scales_at(f, f.pointer("scale"), r * self.groups + g, lanes, bool(spec.wide))
             f.store(scale, self.scales, g << 2)
             if spec.form:
                 at = r * self.groups + g
-                offset = scales_at(f, args.pointer("offset"), at, lanes, bool(spec.wide))
+                offset = scales_at(f, f.pointer("offset"), at, lanes, bool(spec.wide))
                 if spec.form == "scaled":
                     offset = offset * scale
                 if spec.operand.whole:
                     offset = f.cast("fptosi", offset, kind)
                 for i, tail in enumerate(tails):
-                    x = f.load(spec.operand.sums, args.pointer("xsum"), (stride * i + g) << 2)
+                    x = f.load(spec.operand.sums, f.pointer("xsum"), (stride * i + g) << 2)
                     old = tail.get()
                     x = x if x.kind == kind else f.cast("sitofp", x, kind)
                     tail.set(old + offset * x if spec.operand.whole else f.fma(offset, x, old))
@@ -191,7 +189,7 @@ class _Rows:
         spec = self.spec
         total = total if tail is None else total + tail
         shifted = spec.operand.whole and not spec.group
-        store(self.args, total, r, i, spec.dtype, spec.quantized, shifted)
+        store(self.function, total, r, i, spec.dtype, spec.quantized, shifted)
 
 
 class _Bands:
@@ -199,24 +197,23 @@ class _Bands:
 
     def __init__(self, spec: Few):
         self.spec = spec
-        self.function = f = Function("few", [PTR])
-        self.args = args = Arguments(f, NAMES)
+        self.function = f = Function("few", NAMES)
         self.operand = operand = spec.operand
-        self.blocks = blocks = args.number("blocks")
+        self.blocks = blocks = f.number("blocks")
         self.span = operand.span(spec.group)
-        self.table: Any = spec.codes.table(f, operand, args.pointer("table"))
-        last_token = args.number("m") - 1
+        self.table: Any = spec.codes.table(f, operand, f.pointer("table"))
+        last_token = f.number("m") - 1
         self.tokens = [f.smaller(f.integer(i), last_token) for i in range(spec.m)]
-        x, size = args.pointer("x"), operand.token_bytes
+        x, size = f.pointer("x"), operand.token_bytes
         self.x = [f.at(x, token * blocks * (RUN * size)) for token in self.tokens]
         self.scratch = f.allocate(ir.scalar(operand.totals), BAND)
         step, zero = spec.codes.block_bytes(), f.zero(operand.totals)
-        bands = (args.number("n") + (BAND - 1)) // BAND
+        bands = (f.number("n") + (BAND - 1)) // BAND
         with (
-            f.chunks(args.address("next"), args.number("chunk"), bands) as (first, last),
+            f.chunks(f.address("next"), f.number("chunk"), bands) as (first, last),
             f.loop(first, last) as r,
         ):
-            w = f.at(args.pointer("w"), r * blocks * step)
+            w = f.at(f.pointer("w"), r * blocks * step)
             totals = [[f.variable(zero) for _ in range(operand.parts)] for _ in range(spec.m)]
             if 0 < self.span <= RUN:
                 with f.loop(0, blocks) as b:
@@ -236,7 +233,6 @@ class _Bands:
                         self._multiply(f.at(w, b * step), b, sums, 0, RUN)
                     self._add(r, span, sums, totals)
             self._store(r, totals)
-        f.give()
 
     def _fresh(self, chains: int) -> Sums:
         """Sums of nothing: by token, part of the band, half of the tokens' numbers, and chain."""
@@ -266,7 +262,7 @@ class _Bands:
 
     def _add(self, r: Value, span: Value, sums: Sums, totals: list[list[ir.Variable]]) -> None:
         """Add the sums of a span, scaled, to the totals."""
-        f, spec, operand, args = self.function, self.spec, self.operand, self.args
+        f, spec, operand = self.function, self.spec, self.operand
         count, kind = operand.isa.floats, operand.totals
         columns, first = self.blocks * RUN, 0
         if operand.kind == "split" and isinstance(spec.codes, Codes):
@@ -276,7 +272,7 @@ class _Bands:
             if spec.form or first:  # the sum of the token's numbers
                 spans = (columns + (self.span - 1)) // self.span
                 at = ((spans + 15) & -16) * token + span
-                x = f.load(ir.scalar(operand.sums), args.pointer("xsum"), at << 2)
+                x = f.load(ir.scalar(operand.sums), f.pointer("xsum"), at << 2)
             for part, total in enumerate(totals[i]):
                 value, *lower = (_added(chains) for chains in sums[i][part])
                 if lower:
@@ -303,29 +299,29 @@ class _Bands:
         group = r * groups + span // (spec.group // self.span)
         out = []
         for part in range(operand.parts):
-            some = factors_at(f, self.args, group, part, operand, spec.form, spec.wide)
+            some = factors_at(f, group, part, operand, spec.form, spec.wide)
             out.append([f.cast("fptosi", a, operand.totals) if operand.whole else a for a in some])
         return out
 
     def _store(self, r: Value, totals: list[list[ir.Variable]]) -> None:
         """Scale the sums of a band and store them, those of rows that there are."""
-        f, spec, args, n = self.function, self.spec, self.args, self.args.number("n")
+        f, spec, n = self.function, self.spec, self.function.number("n")
         row, last = r * BAND, f.smaller(r * BAND + BAND, n)
         whole = f.compare("sle", row + BAND, n)
         part_of_band = f.compare("sgt", row + BAND, n)
         shifted = self.operand.whole and not spec.group
         how = spec.dtype, spec.quantized, shifted
         for i, parts in enumerate(totals):
-            with f.when(f.compare("slt", f.integer(i), args.number("m"))):
+            with f.when(f.compare("slt", f.integer(i), f.number("m"))):
                 for part, total in enumerate(parts):
                     count = self.operand.isa.floats
                     f.store(total.get(), self.scratch, part * count * 4)
                     with f.when(whole):
-                        store(args, total.get(), row + part * count, i, *how)
+                        store(f, total.get(), row + part * count, i, *how)
                 with f.when(part_of_band), f.loop(row, last) as single:
                     kind = ir.scalar(self.operand.totals)
                     value = f.load(kind, self.scratch, (single - row) << 2)
-                    store(args, value, single, i, *how)
+                    store(f, value, single, i, *how)
 
 
 def _added(chains: list[ir.Variable]) -> Value:
@@ -336,13 +332,13 @@ def _added(chains: list[ir.Variable]) -> Value:
 
 
 def factors_at(
-    f: Function, args: Arguments, group: Value, part: int, operand: Operand, form: str, wide: int
+    f: Function, group: Value, part: int, operand: Operand, form: str, wide: int
 ) -> list[Value]:
     """Scales of a part of a band's rows, and offsets if there are any; group: of all bands'."""
     count = operand.isa.floats
     out = []
     for name in ("scale", "offset") if form else ("scale",):
-        memory = args.pointer(name)
+        memory = f.pointer(name)
         if wide > 1:
             d = f.at(memory, group // wide * ((2 + wide) * BAND))
             step = f.load(vec(count, I8), d, (group % wide + 2) * BAND + part * count)
@@ -356,7 +352,7 @@ def factors_at(
 
 
 def store(
-    args: Arguments,
+    f: Function,
     total: Value,
     row: Value,
     token: Value | int,
@@ -367,7 +363,7 @@ def store(
     """Scale sums of a token and of rows from `row` on, add the bias, and put them into y.
 
     Args:
-        args: with the names xsum, xscale, row, bias, y, n and shift.
+        f: with the names xsum, xscale, row, bias, y, n and shift.
         total: fp32 or int32, a number or a vector of them.
         row: the first one.
         token: which.
@@ -375,7 +371,7 @@ def store(
         quantized: whether tokens have scales.
         shifted: whether codes are `shift` more than the numbers that were multiplied.
     """
-    f, count = args.function, ir.lanes(total.kind)
+    count = ir.lanes(total.kind)
     single = vec(count, F32) if total.kind.startswith("<") else F32
     at = f.integer(token) if isinstance(token, int) else token
 
@@ -383,15 +379,15 @@ def store(
         return f.splat(number, count) if single != F32 else number
 
     if shifted:
-        shift = f.cast("trunc", args.number("shift"), I32)
-        total = total + every(shift * f.load(I32, args.pointer("xsum"), at << 2))
+        shift = f.cast("trunc", f.number("shift"), I32)
+        total = total + every(shift * f.load(I32, f.pointer("xsum"), at << 2))
     if total.kind != single:
         total = f.cast("sitofp", total, single)
     if quantized:
-        total = total * every(f.load(F32, args.pointer("xscale"), at << 2))
-    factor, bias = (f.load(single, args.pointer(name), row << 2) for name in ("row", "bias"))
-    place = (args.number("n") * at + row) * (4 if dtype == F32 else 2)
-    f.store(ir.rounded(f, f.fma(total, factor, bias), dtype), args.pointer("y"), place)
+        total = total * every(f.load(F32, f.pointer("xscale"), at << 2))
+    factor, bias = (f.load(single, f.pointer(name), row << 2) for name in ("row", "bias"))
+    place = (f.number("n") * at + row) * (4 if dtype == F32 else 2)
+    f.store(ir.rounded(f, f.fma(total, factor, bias), dtype), f.pointer("y"), place)
 
 
 def scales_at(f: Function, memory: Value, group: Value, count: int, wide: bool) -> Value:

@@ -93,23 +93,38 @@ class Variable:
 class Function:
     """One function under construction. All arguments are pointers or 64-bit integers."""
 
-    def __init__(self, name: str, arguments: Sequence[str], result: str = "void"):
-        self.name, self.result = name, result
+    def __init__(self, name: str, names: Sequence[str], kinds: Sequence[str] = (PTR,)):
+        self.name, self.names = name, names
         self.count = 0
         self.head: list[str] = []  # allocations, which belong into the first block
         self.lines: list[str] = []
         self.declared: set[str] = set()
-        self.arguments = [Value(self, f"%a{i}", kind) for i, kind in enumerate(arguments)]
+        self.arguments = [Value(self, f"%a{i}", kind) for i, kind in enumerate(kinds)]
 
     def text(self) -> str:
-        """The finished function."""
+        """The finished function, as a module."""
         listed = ", ".join(f"{a.kind} {a.text}" for a in self.arguments)
         body = "\n  ".join([*self.head, "br label %start"])
         rest = "\n  ".join(self.lines)
-        return (
-            f"define {self.result} @{self.name}({listed}) nounwind alignstack({ALIGNED}) {{\n"
-            f"entry:\n  {body}\nstart:\n  {rest}\n}}\n"
+        return "\n".join(
+            [
+                *sorted(self.declared),
+                f"define void @{self.name}({listed}) nounwind alignstack({ALIGNED}) {{",
+                f"entry:\n  {body}\nstart:\n  {rest}\n  ret void\n}}\n",
+            ]
         )
+
+    # Its first argument.
+
+    def address(self, name: str) -> Value:
+        """Where a number of that block lies."""
+        return self.at(self.arguments[0], 8 * self.names.index(name))
+
+    def number(self, name: str) -> Value:
+        return self.load(I64, self.address(name), align=8)
+
+    def pointer(self, name: str) -> Value:
+        return self.load(PTR, self.address(name), align=8)
 
     # Instructions.
 
@@ -294,33 +309,6 @@ class Function:
         self.lines.append(f"br i1 {more.text}, label %{body}, label %{done}\n{body}:")
         yield start, self.smaller(start + size, total)
         self.lines.append(f"br label %{test}\n{done}:")
-
-    def give(self, value: Value | None = None) -> None:
-        """Return."""
-        self.lines.append(f"ret {value.kind} {value.text}" if value else "ret void")
-
-
-class Arguments:
-    """The one argument of a kernel: a block of 64-bit numbers and addresses, known by name."""
-
-    def __init__(self, function: Function, names: Sequence[str]):
-        self.function, self.names = function, names
-
-    def address(self, name: str) -> Value:
-        """Where the number itself lies."""
-        return self.function.at(self.function.arguments[0], 8 * self.names.index(name))
-
-    def number(self, name: str) -> Value:
-        return self.function.load(I64, self.address(name), align=8)
-
-    def pointer(self, name: str) -> Value:
-        return self.function.load(PTR, self.address(name), align=8)
-
-
-def module(functions: Sequence[Function]) -> str:
-    """The text of a module."""
-    declared = sorted(set().union(*(f.declared for f in functions)))
-    return "\n".join([*declared, *(f.text() for f in functions)])
 
 
 def rounded(f: Function, value: Value, dtype: str) -> Value:

@@ -8,7 +8,7 @@ from torch import Tensor
 from anybit.core.planes import segments, words
 from anybit.kernels.native import build, ir, memory
 from anybit.kernels.native.decode import place, vectors
-from anybit.kernels.native.ir import I8, I16, I32, PTR, Arguments, Function, vec
+from anybit.kernels.native.ir import I8, I16, I32, Function, vec
 from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import BAND, BLOCK, RUN, laid
 
@@ -51,19 +51,18 @@ def lay_out(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Tensor:
 @cache
 def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
     """What moves one plane of `width` bits, `many` vectors of each block."""
-    f = Function("lay_out", [PTR])
-    args = Arguments(f, NAMES)
+    f = Function("lay_out", NAMES)
     size = 64 * many  # bytes of the plane in a block
-    row, blocks = args.number("row"), args.number("blocks")
+    row, blocks = f.number("row"), f.number("blocks")
     zeros = f.allocate(I8, size)
     with (
-        f.chunks(args.address("next"), args.number("chunk"), args.number("n")) as (first, last),
+        f.chunks(f.address("next"), f.number("chunk"), f.number("n")) as (first, last),
         f.loop(first, last) as r,
         f.loop(0, blocks) as b,
     ):
-        source = f.at(args.pointer("from"), r * row + b * size)
-        target = f.at(args.pointer("to"), r * args.number("span") + b * args.number("step"))
-        left = args.number("left") - b * size
+        source = f.at(f.pointer("from"), r * row + b * size)
+        target = f.at(f.pointer("to"), r * f.number("span") + b * f.number("step"))
+        left = f.number("left") - b * size
         with f.when(f.compare("slt", left, f.integer(size))):  # a part of a block
             with f.loop(0, size) as i:
                 f.store(f.zero(I8), zeros, i)
@@ -73,8 +72,7 @@ def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
         source = f.select(whole, source, zeros)
         for v in range(many):
             _vector(f, f.at(source, 64 * v), f.at(target, 64 * v), width)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)
 
 
 def _vector(f: Function, source: ir.Value, target: ir.Value, width: int) -> None:
@@ -116,28 +114,26 @@ def lay_out_bands(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Te
 @cache
 def band_kernel(width: int, isa: Isa) -> build.Kernel:
     """What moves one plane of `width` bits. A word of it holds columns of a row: it is a lane."""
-    f = Function("lay_out_bands", [PTR])
-    args = Arguments(f, BAND_NAMES)
-    last_row, count = args.number("n") - 1, args.number("words")
+    f = Function("lay_out_bands", BAND_NAMES)
+    last_row, count = f.number("n") - 1, f.number("words")
     kind, mask = vec(BAND, I32), (1 << width) - 1
     with (
-        f.chunks(args.address("next"), f.integer(1), args.number("bands")) as (band, _),
-        f.loop(0, args.number("blocks")) as b,
+        f.chunks(f.address("next"), f.integer(1), f.number("bands")) as (band, _),
+        f.loop(0, f.number("blocks")) as b,
     ):
-        rows = [f.smaller(band * BAND + r, last_row) * args.number("row") for r in range(BAND)]
-        target = f.at(args.pointer("to"), band * args.number("span") + b * args.number("step"))
+        rows = [f.smaller(band * BAND + r, last_row) * f.number("row") for r in range(BAND)]
+        target = f.at(f.pointer("to"), band * f.number("span") + b * f.number("step"))
         for v in range(width):
             i = b * width + v
             there = f.compare("slt", i, count)
             word_at = f.select(there, i, count - 1) << 2
             lanes = f.zero(kind)
             for r, row in enumerate(rows):
-                word = f.load(I32, args.pointer("from"), row + word_at)
+                word = f.load(I32, f.pointer("from"), row + word_at)
                 lanes = f.emit(f"insertelement {kind} {lanes.text}, i32 {word.text}, i32 {r}", kind)
             total = f.zero(kind)
             for column in range(32 // width):
                 code = (lanes >> (column * width)) & mask
                 total = total | code << 16 * (column % 2) + place(column // 2, width)
             f.store(f.select(there, total, f.zero(kind)), target, 64 * v)
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from anybit.kernels.native import build, ir
-from anybit.kernels.native.ir import PTR, Arguments, Function
+from anybit.kernels.native import build
+from anybit.kernels.native.ir import PTR, Function
 from anybit.kernels.native.isa import Isa
 
 NAMES = ("calls", "count", "barrier")
@@ -50,11 +50,9 @@ class Program:
 
 @cache
 def all_kernel(isa: Isa) -> build.Kernel:
-    f = Function("all", [PTR])
-    args = Arguments(f, NAMES)
-    with f.loop(0, args.number("count")) as i:
-        call = f.at(args.pointer("calls"), i << 4)
+    f = Function("all", NAMES)
+    with f.loop(0, f.number("count")) as i:
+        call = f.at(f.pointer("calls"), i << 4)
         f.run(f.load(PTR, call), f.load(PTR, call, 8))
-        f.run(args.pointer("barrier"))
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+        f.run(f.pointer("barrier"))
+    return build.kernel(f, isa)

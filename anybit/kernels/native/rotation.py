@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from anybit.core.rotation import block
-from anybit.kernels.native import build, ir
+from anybit.kernels.native import build
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import BYTES, read, rounded
 from anybit.kernels.native.fused import PART, level, threads
-from anybit.kernels.native.ir import F32, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import F32, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 NAMES = ("next", "x", "x_stride", "vector", "out", "units", "row")
@@ -29,19 +29,18 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
 @cache
 def rotate_kernel(isa: Isa, dtype: str, vector: str, size: int, after: bool) -> build.Kernel:
     """For blocks of `size` numbers; types are LLVM's names."""
-    f = Function("rotate", [PTR])
-    args = Arguments(f, NAMES)
-    row, lanes = args.number("row"), min(isa.floats, size)
+    f = Function("rotate", NAMES)
+    row, lanes = f.number("row"), min(isa.floats, size)
     starts = range(0, size, lanes)
     chunk = f.integer(PART // size)
     with (
-        f.chunks(args.address("next"), chunk, args.number("units")) as (first, last),
+        f.chunks(f.address("next"), chunk, f.number("units")) as (first, last),
         f.loop(first, last) as unit,
     ):
         t, at = unit // row, unit % row * size
-        x = f.at(args.pointer("x"), t * args.number("x_stride") + at * BYTES[dtype])
-        factors = f.at(args.pointer("vector"), at * BYTES[vector])
-        out = f.at(args.pointer("out"), unit * (size * BYTES[dtype]))
+        x = f.at(f.pointer("x"), t * f.number("x_stride") + at * BYTES[dtype])
+        factors = f.at(f.pointer("vector"), at * BYTES[vector])
+        out = f.at(f.pointer("out"), unit * (size * BYTES[dtype]))
         some = [read(f, dtype, x, i * BYTES[dtype], lanes) for i in starts]
         scale = [read(f, vector, factors, i * BYTES[vector], lanes) * size**-0.5 for i in starts]
         if not after:
@@ -51,8 +50,7 @@ def rotate_kernel(isa: Isa, dtype: str, vector: str, size: int, after: bool) -> 
             some = [a * b for a, b in zip(some, scale, strict=True)]
         for i, numbers in zip(starts, some, strict=True):
             f.store(rounded(f, isa, numbers, dtype), out, i * BYTES[dtype])
-    f.give()
-    return build.load(ir.module([f]), [f.name], isa)[0]
+    return build.kernel(f, isa)
 
 
 def transformed(f: Function, some: list[Value], lanes: int) -> list[Value]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from anybit.core.format import Format
-from anybit.kernels.native import build, ir
+from anybit.kernels.native import build
 from anybit.kernels.native.fused import level, threads
-from anybit.kernels.native.ir import F32, I8, I32, I64, PTR, Arguments, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I32, I64, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 NAMES = ("next", "slot", "x", "table", "scratch", "out", "count")
@@ -64,7 +64,7 @@ def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
 @cache
 def kernel(spec: Trellis) -> build.Kernel:
     f = _Paths(spec).function
-    return build.load(ir.module([f]), [f.name], spec.isa)[0]
+    return build.kernel(f, spec.isa)
 
 
 class _Paths:
@@ -72,16 +72,15 @@ class _Paths:
 
     def __init__(self, spec: Trellis):
         self.spec, self.lanes = spec, min(spec.isa.floats, spec.ends)
-        self.function = f = Function("paths", [PTR])
-        args = Arguments(f, NAMES)
+        self.function = f = Function("paths", NAMES)
         ends, steps = spec.ends, spec.steps
-        mine = f.take(args.address("slot"), 1) * (ends * (8 + steps))
-        self.costs = f.at(args.pointer("scratch"), mine)
+        mine = f.take(f.address("slot"), 1) * (ends * (8 + steps))
+        self.costs = f.at(f.pointer("scratch"), mine)
         self.back = f.at(self.costs, 8 * ends)
-        self.table = args.pointer("table")
-        with f.chunks(args.address("next"), f.integer(1), args.number("count")) as (at, _):
-            self.x = f.at(args.pointer("x"), at * (steps * spec.width * 4))
-            out = f.at(args.pointer("out"), at * (steps * 4))
+        self.table = f.pointer("table")
+        with f.chunks(f.address("next"), f.integer(1), f.number("count")) as (at, _):
+            self.x = f.at(f.pointer("x"), at * (steps * spec.width * 4))
+            out = f.at(f.pointer("out"), at * (steps * 4))
             last = self._pass(steps - spec.lead, 2 * spec.lead, None)
             state = f.variable(self._back(2 * spec.lead - 1, self._best(last)))
             with f.loop(0, spec.lead - 1) as i:
@@ -94,7 +93,6 @@ class _Paths:
                 found = self._back(t, end.get())
                 f.store(f.cast("trunc", found, I32), out, t << 2)
                 end.set(found >> spec.bits)
-        f.give()
 
     def _less(self, number: int, i: Value) -> Value:
         return self.function.integer(number) - i
