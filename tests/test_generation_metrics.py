@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-import anybit
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.generation import (
     continuations,
     function_prompts,
     greedy_prompts,
-    parse_rate,
     parses,
     repeated,
     rouge_l,
@@ -57,25 +55,6 @@ def test_prompts_are_heads_of_functions_and_their_own_bodies_parse() -> None:
         assert parses(prompt.head, rest), prompt.head
         with pytest.raises(SyntaxError):
             ast.parse(prompt.head + "\n    )")
-
-
-def test_parse_rate_of_a_model_and_of_a_ruined_one() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PICO)
-    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
-    prompts = function_prompts(held_out_text(), 6)
-    rate = parse_rate(model, tokenizer, prompts, tokens=48)
-    assert rate >= 0.5
-    assert parse_rate(model, tokenizer, prompts, tokens=48, batch=4) == rate
-    ruined = anybit.dequantize_(anybit.quantize_(model, "int2"))
-    assert parse_rate(ruined, tokenizer, prompts, tokens=48) < rate
-
-
-def test_no_room_for_prompts_is_said() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PICO)
-    model = AutoModelForCausalLM.from_pretrained(PICO)
-    prompts = function_prompts(held_out_text(), 1)
-    with pytest.raises(ValueError, match=r"1024 tokens to write leave no room .* context of 1024"):
-        parse_rate(model, tokenizer, prompts, tokens=1024)
 
 
 def test_rouge_l_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from anybit.errors import InvalidInput
-from anybit.evaluate.model import context_of
 from anybit.evaluate.perplexity import begun
 
 CONTEXT_LINES = 24  # of the module that a prompt shows before the function
@@ -85,41 +83,6 @@ def parses(head: str, completion: str) -> bool:
     except (SyntaxError, ValueError):  # ValueError: a null byte
         return False
     return True
-
-
-@torch.inference_mode()
-def parse_rate(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, tokens: int = 128, batch: int = 1
-) -> float:
-    """The part of greedy completions of so many tokens that parse, by `parses`.
-
-    batch: prompts that are completed at a time, padded on the left.
-    """
-    if not prompts:
-        raise InvalidInput("no prompts; give modules with functions of three statements or more")
-    room = context_of(model) - tokens
-    if room < 1:
-        raise InvalidInput(
-            f"{tokens} tokens to write leave no room for a prompt in the model's context of "
-            f"{context_of(model)}; write fewer"
-        )
-    pad, good = tokenizer.eos_token_id, 0
-    for at in range(0, len(prompts), batch):
-        some = prompts[at : at + batch]
-        encoded = [tokenizer(p.before + p.head, verbose=False).input_ids[-room:] for p in some]
-        width = max(map(len, encoded))
-        ids = torch.tensor([[pad] * (width - len(e)) + e for e in encoded], device=model.device)
-        mask = torch.tensor([[0] * (width - len(e)) + [1] * len(e) for e in encoded])
-        out = model.generate(
-            ids,
-            attention_mask=mask.to(ids),
-            max_new_tokens=tokens,
-            pad_token_id=pad,
-            do_sample=False,
-        )
-        done = (tokenizer.decode(o[width:], skip_special_tokens=True) for o in out)
-        good += sum(parses(prompt.head, text) for prompt, text in zip(some, done, strict=True))
-    return good / len(prompts)
 
 
 def greedy_prompts(
