@@ -11,8 +11,7 @@ from rich.console import Console
 
 import anybit
 from anybit.cli import demo as demo_module
-from anybit.cli.demo import FORMATS, PROMPT, demo
-from anybit.cli.report import Results, Row, distance, plot, summary, texts
+from anybit.cli.demo import PROMPT, Results, Row, demo
 from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
@@ -88,13 +87,12 @@ def test_it_shows_saves_and_completes(run: tuple[Results, Path, str]) -> None:
 
 def test_formats_write_the_same_beginning_on(run: tuple[Results, Path, str]) -> None:
     results, _, terminal = run
-    groups = texts(results.rows)
-    assert sorted(name for names, _ in groups for name in names) == sorted(rows(results))
-    assert groups[0][0][:2] == ["bf16", "int8"]  # what rounding to 8 bits leaves as it was
-    assert "ValueError" in groups[0][1]
-    for names, text in groups:
-        assert f"{', '.join(names)}\n" in terminal
-        assert text.strip().splitlines()[0] in terminal
+    by_spec = rows(results)
+    assert by_spec["bf16"].text == by_spec["int8"].text  # rounding to 8 bits leaves it as it was
+    assert "ValueError" in by_spec["bf16"].text
+    assert "\nbf16, int8" in terminal
+    for row in results.rows:
+        assert row.text.strip().splitlines()[0] in terminal
 
 
 def test_the_picture_is_a_png(run: tuple[Results, Path, str]) -> None:
@@ -102,41 +100,6 @@ def test_the_picture_is_a_png(run: tuple[Results, Path, str]) -> None:
     png = (out / "size_vs_kl.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (1440, 864)
-
-
-def test_the_plot_labels_do_not_cover_each_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.text import Text
-
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
-    made = [Row(spec, 4 + i / 20, 1, 5, 0, 0.1 + i / 50, 0.9, 1) for i, spec in enumerate(FORMATS)]
-    plot(made, tmp_path / "a.png")
-    axes = figures[0].axes[0]
-    texts = axes.texts
-    assert len(texts) == len(FORMATS)
-    renderer = figures[0].canvas.get_renderer()  # type: ignore[attr-defined]
-    for text in texts:
-        text.update_positions(renderer)  # type: ignore[attr-defined]
-    boxes = [Text.get_window_extent(text, renderer) for text in texts]  # without lines to points
-    assert sum(a.overlaps(b) for a in boxes for b in boxes) == len(boxes)
-    points = {row.spec: axes.transData.transform((row.bits, row.kl)) for row in made}
-    for text, box in zip(texts, boxes, strict=True):  # each stands nearest to its own point
-        name, *options = text.get_text().split(" ")
-        own = points[name + (":" if options else "") + ",".join(options)]
-        assert distance(box, own) <= min(distance(box, at) for at in points.values()) + 1
-
-
-def test_the_summary_names_the_smallest_that_is_good_enough() -> None:
-    dense = Row("bf16", 16, 1, 5.0, 0.1, 0, 1, 1)
-    near = Row("fp6", 6.05, 1, 5.04, 0.1, 0.01, 0.97, 1)
-    small = Row("int4", 4.05, 1, 5.2, 0.1, 0.1, 0.96, 1)
-    text = summary([dense, near, small])
-    assert "fp6 is the smallest of these formats whose perplexity is within 1 %" in text
-    assert "int4 (4.05 bits) is the smallest that finds the same token likeliest" in text
-    assert summary([dense, Row("int2", 2, 1, 9.0, 0.1, 1, 0.5, 1)]).startswith("None of these")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.nn import Linear
 
 import anybit
-from anybit.cli import report
-from anybit.cli.report import COLUMNS, Results, Row, cells
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams
 from anybit.evaluate.corpus import held_out_text
@@ -74,6 +72,44 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 """
 
 
+@dataclass(frozen=True)
+class Row:
+    """The figures of one format, or of the dense model (spec "bf16").
+
+    bits: stored bits per weight over the quantized layers, scales and tables included. bytes: size
+    of the checkpoint's tensors on disk. kl: nats per token. text: what the model writes behind the
+    prompt of `Results`, greedily.
+    """
+
+    spec: str
+    bits: float
+    bytes: int
+    perplexity: float
+    perplexity_error: float
+    kl: float
+    agreement: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """All figures of a run, the dense model's row first, and what they depend on."""
+
+    model: str
+    parameters: int
+    documents: int
+    tokens: int
+    window: int
+    python: str
+    torch: str
+    processor: str
+    threads: int
+    rows: list[Row]
+    prompt: str
+    saved: str
+    completion: str
+
+
 def demo(
     formats: Sequence[str] = FORMATS,
     tokens: int = TOKENS,
@@ -121,14 +157,13 @@ def demo(
     tokenizer.save_pretrained(checkpoint)
     console.print("\nGreedy completions of the same prompt:\n")
     console.print(code(PROMPT))
-    for names, text in report.texts(rows):
-        console.print(f"\n[bold]{', '.join(names)}[/]")
+    for text in dict.fromkeys(row.text for row in rows):
+        console.print(f"\n[bold]{', '.join(row.spec for row in rows if row.text == text)}[/]")
         console.print(code(text))
     console.print(f"\nSaved {checkpoint}. A fresh process loads it and writes:\n")
     completion = complete_afresh(checkpoint)
     console.print(code(completion))
 
-    console.print(f"\n{report.summary(rows)}")
     results = Results(
         model=path.name,
         parameters=dense.num_parameters(),
@@ -145,7 +180,7 @@ def demo(
         completion=completion,
     )
     (out / "results.json").write_text(json.dumps(asdict(results), indent=2) + "\n")
-    report.plot(rows, out / "size_vs_kl.png")
+    plot(rows, out / "size_vs_kl.png")
     console.print(f"\nWrote {out}/size_vs_kl.png and {out}/results.json.")
     return results
 
@@ -249,8 +284,36 @@ def dtype_name(dtype: torch.dtype) -> str:
 def table(rows: Sequence[Row]) -> Table:
     """The figures of all formats."""
     out = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in COLUMNS:
+    for name in ("format", "bits", "MB", "perplexity", "KL", "top-1"):
         out.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
     for row in rows:
-        out.add_row(*cells(row))
+        out.add_row(
+            row.spec,
+            f"{row.bits:.2f}",
+            f"{row.bytes / 1e6:.2f}",
+            f"{row.perplexity:.3f}" if row.perplexity < 100 else f"{row.perplexity:.4g}",
+            f"{row.kl:.5f}",
+            f"{row.agreement:.1%}",
+        )
     return out
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw KL divergence (log) against bits per weight, every point with its name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 6.0), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for row in rows[1:]:
+        axes.annotate(row.spec, (row.bits, row.kl), (6, 4), textcoords="offset points")
+        axes.plot(row.bits, row.kl, "o", color="#2463b0")
+    axes.set(
+        yscale="log",
+        xlabel="stored bits per weight",
+        ylabel="KL divergence from bf16, nats per token",
+    )
+    axes.margins(x=0.09, y=0.09)
+    axes.grid(True, color="#e2e2e2")
+    figure.savefig(path)
