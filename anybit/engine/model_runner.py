@@ -109,9 +109,9 @@ class ModelRunner:
         """Start a step over sequences, those with one token first.
 
         A token is sampled for each sequence whose end the step reaches, in order, and for each
-        drafted token. previous: a step that still runs, whose tokens this one continues; it has
-        sampled for all its sequences. Where a grammar reads those tokens first, sampling is left
-        for later.
+        drafted token. previous: a step that still runs; this one continues the tokens that it has
+        sampled for all its sequences, or has none of these. Where a grammar reads those tokens
+        first, sampling is left for later.
         """
         # Kernels, streams and graphs are those of the current device, which is a thread's own.
         with torch.accelerator.device_index(self.device.index):
@@ -195,8 +195,13 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.replace(model)
 
-    def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor:
-        """The tokens that a step samples, INVALID among them, for the sequences that go on."""
+    def _continued(self, scheduled: list[Scheduled], previous: Flight) -> Tensor | None:
+        """The tokens that a step samples, INVALID among them, for the sequences that go on.
+
+        None if the next step has none of them, whose tokens the host knows.
+        """
+        if all(s.seq is not scheduled[0].seq for s in previous.scheduled):
+            return None
         assert previous.tokens is not None
         if len(scheduled) == len(previous.scheduled):
             return previous.tokens

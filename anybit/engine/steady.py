@@ -4,6 +4,7 @@ import time
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.scheduler import Scheduled, Scheduler
+from anybit.engine.sequence import Sequence
 
 
 class SteadyScheduler(Scheduler):
@@ -25,8 +26,23 @@ class SteadyScheduler(Scheduler):
     def schedule(self) -> list[Scheduled]:
         """The next step: a chunk of one prompt, or a token of several texts."""
         self._admit()
-        prompts = [seq for seq in self.running if not seq.generated]
-        texts = [seq for seq in self.running if seq.generated]
+        return self._next(self.running)
+
+    def ahead(self, scheduled: list[Scheduled]) -> list[Scheduled]:
+        """A step of sequences that the running one does not hold; else its own, a token on.
+
+        States that a layer keeps would be a step too far if the running one failed.
+        """
+        if not self.blocks.recurrent:
+            self._admit()
+            held = {id(s.seq) for s in scheduled}
+            if others := self._next([seq for seq in self.running if id(seq) not in held]):
+                return others
+        return super().ahead(scheduled)
+
+    def _next(self, running: list[Sequence]) -> list[Scheduled]:
+        prompts = [seq for seq in running if not seq.generated]
+        texts = [seq for seq in running if seq.generated]
         turn, self.prompts_turn = self.prompts_turn, not self.prompts_turn
         if prompts and (turn or not texts):
             seq = prompts[0]
@@ -38,10 +54,6 @@ class SteadyScheduler(Scheduler):
             self.running.append(seq)
         return [Scheduled(seq, seq.computed, 1, True) for seq in chosen]
 
-    def ahead(self, scheduled: list[Scheduled]) -> list[Scheduled]:
-        """No step begins before the one before it has ended."""
-        return []
-
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
             seq = self.waiting[0]
@@ -49,6 +61,7 @@ class SteadyScheduler(Scheduler):
                 self.blocks.match(seq, self.max_tokens)
             if not self.blocks.grow(seq, seq.limit):
                 self.blocks.release(seq)
+                self.full = True
                 return
             seq.started, seq.cached = time.monotonic(), seq.computed
             self.prefix_queries += len(seq.tokens)

@@ -51,7 +51,12 @@ def results(llm: LLM, order: list[int]) -> dict[int, list[tuple[int, float]]]:
     return found
 
 
-def test_the_same_bits_alone_and_together(llm: LLM) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_same_bits_alone_and_together(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, overlaps: bool
+) -> None:
+    """Also where a step is started before the last one's tokens are known."""
+    monkeypatch.setattr(llm.engine.runner, "overlaps", overlaps)
     want: dict[int, list[tuple[int, float]]] = {}
     for i in range(len(LENGTHS)):
         want |= results(llm, [i])
@@ -84,6 +89,27 @@ def test_a_text_waits_for_all_its_blocks() -> None:
     assert list(scheduler.waiting) == seqs[1:]  # first come, first served
     scheduler.remove(seqs[0])
     assert [s.seq for s in scheduler.schedule()] == [seqs[1]]
+
+
+def test_a_step_ahead_is_of_others_or_a_token_further() -> None:
+    scheduler = SteadyScheduler(BlockManager(64, 4, False), 8, 8, rows=2)
+    seqs = [make([1, 2, 3], limit=20) for _ in range(3)]
+    for seq in seqs:
+        scheduler.add(seq)
+    running = scheduler.schedule()
+    for step in range(12):
+        following = scheduler.ahead(running)
+        same = {id(s.seq) for s in running} & {id(s.seq) for s in following}
+        assert following
+        assert not same
+        for s in running:
+            s.seq.append(step)
+            scheduler.done(s)
+        running = following
+    scheduler.remove(seqs[0])
+    pair = scheduler.schedule()
+    assert [s.seq for s in scheduler.ahead(pair)] == [s.seq for s in pair]
+    assert [s.first for s in scheduler.ahead(pair)] == [s.first + 1 for s in pair]
 
 
 def make(tokens: list[int], limit: int) -> Sequence:
