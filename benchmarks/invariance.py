@@ -71,7 +71,7 @@ def measured(
                 tokens += answer[0] != alone[place][0]
                 bits += answer != alone[place]
     row = {
-        "model": model.stem,
+        "model": model.name,
         "format": spec,
         "kv": llm.kv_cache,
         "deterministic": int(deterministic),

@@ -28,8 +28,12 @@ def rounded(row: Row) -> bool:
 
 
 def spoken_of(row: Row) -> bool:
-    """Not what other quantizers of the same format beat, nor activations in int8 over rounding."""
-    return row["method"] not in ("clip", "smooth") and row["spec"] != "int4:group=128@int8"
+    """Not what other quantizers of the same format beat, nor activations in int8 over rounding.
+
+    Nor models that are lost.
+    """
+    kept = row["method"] not in ("clip", "smooth") and float(row["loss"]) < 1
+    return kept and row["spec"] != "int4:group=128@int8"
 
 
 def rotation(row: Row) -> bool:
@@ -39,17 +43,14 @@ def rotation(row: Row) -> bool:
 
 
 def chosen_from(row: Row) -> bool:
-    """What formats are chosen by; others are in the file."""
-    others = ("fp8", "int6", "nf4", "int4", "int5:group=64", "int2:group=32,zero", "int4:group=32")
-    few = row["spec"] in ("mxfp4", "int8@int8") or row["method"] == "hqq"
-    return row["method"] == "kv" or not (few or row["spec"] in others)
+    """What formats are chosen by, on the whole text; others are in the file."""
+    return row["gpu"] != "CPU" and row["method"] != "hqq"
 
 
 def published(row: Row) -> bool:
     """What the other model's rows do not show, of the newest text alone: gradients and refining."""
-    specs = ("liquid@int8", "int8@int8", "trellis:bits=4,rotate=kn", "trellis:rotate=kn")
-    more = row["spec"] in specs and row["method"] != "rtn"
-    return row["tokens"] == "59957" and (more or "gradients" in row["method"])
+    more = "gradients" in row["method"] or (row["spec"] == "int8@int8" and row["method"] != "rtn")
+    return row["tokens"] == "59957" and more
 
 
 def bits(row: Row) -> float:

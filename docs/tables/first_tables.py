@@ -55,11 +55,11 @@ def tables() -> dict[str, str]:
 
 # Quality: two published models, whose files are in 4 bits.
 
-LARGE = (  # formats, best first: of each the row of least KL, and that of rounding
-    "bf16", "int8", "fp:e2m3", "plan:4.5", "nvfp4", "int4:group=64,zero",
-    "liquid@int8", "int4:group=128",
-    "trellis:bits=4,rotate=kn", "int3:group=64,zero", "trellis:bits=3,rotate=kn",
-    "trellis:rotate=kn", "trellis:code=look,rotate=kn",
+LARGE = (  # what is recommended, best first
+    ("bf16", "dense"), ("int8", "rtn"), ("fp:e2m3", "gptq"), ("fp:e2m3", "rtn"),
+    ("plan:4.5", "gptq"), ("int4:group=64,zero", "gptq"), ("liquid@int8", "smooth+gptq"),
+    ("trellis:bits=4,rotate=kn", "gptq"), ("trellis:bits=3,rotate=kn", "gptq"),
+    ("trellis:rotate=kn", "gptq"), ("trellis:code=look,rotate=kn", "gptq"),
 )  # fmt: skip
 
 
@@ -70,22 +70,18 @@ def studied() -> dict[tuple[str, str], Row]:
 
 def large() -> str:
     """That model: what has been measured, and the tasks of the formats that were kept for them."""
-    rows, tasks, out = studied(), read("tasks_qwen2.5-coder-1.5b"), []
-    for name in LARGE:
-        own = [row for (spec, method), row in rows.items() if spec == name and method != "kv"]
-        best = min(own, key=lambda row: float(row["kl"]), default=None)
-        for row in own:
-            if row is not best and row["method"] != "rtn":
-                continue
-            sizes = [f"{float(row['bits']):.2f}", f"{float(row['gb']):.2f}"]
-            scored = [loss(row, rows.values()), f"{float(row['kl']):.4f}"]
-            cells = [f"`{name}`", quantizer(row), *sizes, *scored]
-            out.append(cells + (task(row, tasks) if tasks else []))
+    rows, tasks = studied(), read("tasks_qwen2.5-coder-1.5b")
+    found, out = [rows[pair] for pair in LARGE if pair in rows], []
+    for row in found:
+        sizes = [f"{float(row['bits']):.2f}", f"{float(row['gb']):.2f}"]
+        scored = [loss(row, found), f"{float(row['kl']):.4f}"]
+        cells = [f"`{row['spec']}`", quantizer(row), *sizes, *scored]
+        out.append(cells + (task(row, tasks) if tasks else []))
     if not out:
         return ""
     titles = ["format", "quantizer", "bits", "GB", "loss, nats", "KL"]
     titles += ["pass@1, %", "calls, %"] if tasks else []
-    return f"{markdown(titles, out, words=2)}\n\n{conditions([*rows.values()])}"
+    return f"{markdown(titles, out, words=2)}\n\n{conditions(found)}"
 
 
 def quantizer(row: Row) -> str:
