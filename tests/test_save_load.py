@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 from copy import deepcopy as copy_of
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit.checkpoint import save_load as checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.errors import InvalidInput
 from anybit.files import safetensors as files
 from anybit.nn.model import quantized_layers
 from tests.specs import SPECS, columns_of_a_group
@@ -436,3 +438,15 @@ def test_dequantize_as_transformers_calls_it(tmp_path, saved):
             again.dequantize()
     loaded = anybit.quantize_(anybit.load(saved), {"*": None, "lm_head": "int8"})
     assert not list(quantized_layers(loaded.dequantize()))
+
+
+def test_a_large_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", 64)
+    x = torch.randn(37, 11)
+    save_file({"x": x}, tmp_path / "model.safetensors")
+    stored = files.stored_tensors(tmp_path)["x"]
+    assert torch.equal(stored.read(), x)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(stored.start + 1000)
+    with pytest.raises(InvalidInput, match="ends 628 bytes early"):
+        stored.read()

@@ -36,6 +36,7 @@ from anybit.quantizers.rtn import RTN
 GATED = Layout(
     {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, False, False, "plain"
 )
+PINNED = 1 << 28  # bytes of a tensor that is read into pinned memory, of which little is to be kept
 IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old files hold
 
 
@@ -402,6 +403,8 @@ class Checkpoint(Weights):
                 f"{shape}"
             )
         self.unread.discard(name)
+        if isinstance(stored, Stored) and self.device.type == "cuda":
+            return stored.read(pinned=stored.nbytes <= PINNED)
         return stored.read()
 
     def _planned(self, name: str) -> str | None:

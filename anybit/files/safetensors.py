@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import COPY, OTHER_WEIGHTS, read_json, sync
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECE, READERS = 1 << 23, 8  # bytes that are read at once; threads that read a tensor
 LARGEST_HEADER = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -61,12 +63,27 @@ class Stored(NamedTuple):
         """A tensor of this dtype and shape without contents."""
         return torch.empty(self.shape, dtype=self.torch_dtype, device="meta")
 
-    def read(self) -> Tensor:
-        """The tensor, in the host's memory, whatever torch's default device."""
-        data = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        with open(self.file, "rb") as file:
-            file.seek(self.start)
-            got = file.readinto(data.numpy().data)
+    def read(self, pinned: bool = False) -> Tensor:
+        """The tensor, in the host's memory, whatever torch's default device.
+
+        Pieces are read side by side: one thread fills 2 GB of new memory a second at best.
+
+        pinned: for a GPU, which copies it several times as fast; torch keeps and reuses the memory.
+        """
+        data = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        view = data.numpy().data
+
+        def fill(at: int) -> int:
+            with open(self.file, "rb") as file:
+                file.seek(self.start + at)
+                return file.readinto(view[at : at + PIECE])
+
+        starts = range(0, self.nbytes, PIECE)
+        if len(starts) > 1:
+            with ThreadPoolExecutor(min(len(starts), READERS)) as pool:
+                got = sum(pool.map(fill, starts))
+        else:
+            got = sum(map(fill, starts))
         if got != self.nbytes:
             raise InvalidInput(f"{self.file}: ends {self.nbytes - got} bytes early; copy it again")
         return data.view(self.torch_dtype).reshape(self.shape)
