@@ -30,7 +30,9 @@ from anybit.engine.sequence import SamplingParams
 from anybit.engine.transcript import Transcripts
 from anybit.errors import AnybitError, InvalidInput, Unsupported, in_a_line
 from anybit.files.hub import located
+from anybit.kernels.ahead import expect
 from anybit.kernels.archive import unpack
+from anybit.kernels.cute.jit import kernel_folder
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.nn.multiplier import check_keep
@@ -66,6 +68,8 @@ class LLM(Language):
         device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if config.kernels is not None:
             unpack(Path(config.kernels), device)
+        if device.type == "cuda" and config.max_itl and not any(kernel_folder().glob("*.kernel")):
+            expect()  # the first start
         if isinstance(config.model, Loaded):
             loaded = config.model
         else:

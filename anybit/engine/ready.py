@@ -14,6 +14,7 @@ from anybit.engine.sequence import SamplingParams
 from anybit.engine.spare import learned, record
 from anybit.kernels import compilations
 from anybit.kernels.ahead import Missing, build_for, collected
+from anybit.kernels.processes import standing_by
 
 log = logging.getLogger("anybit.engine")
 GPU_ITL = 0.02  # seconds of a step with a prompt beside texts
@@ -67,12 +68,13 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
         engine.spare = partial(record, every)
         return
     compilations.watch()
-    with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
-        seconds, *_ = map(captured, every)
-        if seconds:
-            least = scheduler.blocks.block_size
-            scheduler.pace = Pace(seconds, max_itl or GPU_ITL, least=least, each=scheduler.each)
-    rehearse(engine, runner.graphs)
+    with standing_by():
+        with torch.inference_mode(), torch.accelerator.device_index(runner.device.index):
+            seconds, *_ = map(captured, every)
+            if seconds:
+                least = scheduler.blocks.block_size
+                scheduler.pace = Pace(seconds, max_itl or GPU_ITL, least=least, each=scheduler.each)
+        rehearse(engine, runner.graphs)
     engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 

@@ -9,11 +9,14 @@ the notes are strict, either kind raises `Missing`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
+from importlib import import_module
 
 from anybit.errors import Unsupported
-from anybit.kernels.processes import side_by_side
+from anybit.kernels.processes import cores, side_by_side, standing_by, wait_with
 
 ROUNDS = 3  # behind a kernel there may be another, such as one that multiplies a copy
+SPARE = 4  # cores that load the model and start front ends
 
 
 class Uncompiled(RuntimeError):
@@ -75,19 +78,35 @@ def build_for(launches: Sequence[Callable[[], object]], least: int = 1) -> list[
         The errors, one line for each kernel that failed.
     """
     errors: list[str] = []
-    for _ in range(ROUNDS):
-        again = []
-        with collected() as found:
-            for launch in launches:
-                before = found.asked
-                with suppress(Uncompiled, Unsupported):
-                    launch()
-                if found.asked > before:
-                    again.append(launch)
-        if len(found.kernels) < least:
-            break
-        names, calls = [*found.kernels], [*found.kernels.values()]
-        answers = side_by_side(calls)
-        errors += [f"{name}: {error}" for name, error in zip(names, answers, strict=True) if error]
-        launches = again
+    with standing_by():
+        for _ in range(ROUNDS):
+            again = []
+            with collected() as found:
+                for launch in launches:
+                    before = found.asked
+                    with suppress(Uncompiled, Unsupported):
+                        launch()
+                    if found.asked > before:
+                        again.append(launch)
+            if len(found.kernels) < least:
+                break
+            names, calls = [*found.kernels], [*found.kernels.values()]
+            answers = zip(names, side_by_side(calls), strict=True)
+            errors += [f"{name}: {error}" for name, error in answers if error]
+            launches = again
     return errors
+
+
+def expect() -> None:
+    """Start the processes of `build_for` early, for all cores but those that a start needs."""
+    wait_with([partial(imported, not at) for at in range(max(cores() - SPARE, 1))])
+
+
+def imported(tools: bool) -> None:
+    """Import what compiles kernels. tools: also have Triton's own extension compiled, of C."""
+    for name in ("anybit.kernels.hopper.backend", "anybit.kernels.triton.backend", "cutlass.cute"):
+        with suppress(ImportError):
+            import_module(name)
+    if tools:
+        with suppress(Exception):  # it may need neither, and another GPU's has none
+            import_module("triton.backends.nvidia.driver").CudaUtils()

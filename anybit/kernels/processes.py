@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -20,6 +21,9 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 MOST = 32  # processes, unless told
 CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 IDLE = 60.0  # seconds without a call after which a child ends
+_standing = 0  # `standing_by`s that have not ended
+_waiting: list[Process] = []
+_unanswered: set[Process] = set()  # of them, those whose answer to `wait_with` is not read
 
 
 def side_by_side(
@@ -37,7 +41,7 @@ def side_by_side(
     Returns:
         The error of each call, "" where there was none.
     """
-    count = min(len(calls), jobs or cores())
+    count = min(len(calls), jobs or len(_waiting) or cores())
     if not calls:
         return []
     idle: SimpleQueue[Process] = SimpleQueue()
@@ -64,11 +68,49 @@ def side_by_side(
             started.append(worker())
             idle.put(started[-1])
         with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(called, range(len(calls))))
+            answers = list(pool.map(called, range(len(calls))))
+        if _standing:
+            _waiting.extend(process for process in started if process.poll() is None)
+            started = [process for process in started if process not in _waiting]
+        return answers
     finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+        ended(started)
+
+
+@contextmanager
+def standing_by() -> Iterator[None]:
+    """Processes that have made their calls wait for further ones inside, and end with it.
+
+    So do those of `wait_with`: to start one takes seconds of imports.
+    """
+    global _standing
+    _standing += 1
+    try:
+        yield
+    finally:
+        _standing -= 1
+        if not _standing:
+            ended(_waiting)
+            _waiting.clear()
+            _unanswered.clear()
+
+
+def wait_with(calls: Sequence[Callable[[], object]]) -> None:
+    """Start a process for each call, such as for imports, that then waits for those who need it."""
+    for call in calls:
+        process = started_now()
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(call))
+        process.stdin.flush()
+        _unanswered.add(process)
+        _waiting.append(process)
+
+
+def ended(processes: Sequence[Process]) -> None:
+    """End processes."""
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 class Child:
@@ -83,6 +125,7 @@ class Child:
         atexit.register(self.end)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin)
+            os.register_at_fork(after_in_child=_waiting.clear)
 
     def _begin(self) -> None:
         """Have no process; a fork of this one leaves to it what it has."""
@@ -135,6 +178,9 @@ def asked(process: Process, call: Callable[[], object]) -> str:
     """
     assert process.stdin is not None
     assert process.stdout is not None
+    if process in _unanswered:
+        _unanswered.remove(process)
+        pickle.load(process.stdout)
     process.stdin.write(pickle.dumps(call))
     process.stdin.flush()
     answer: str = pickle.load(process.stdout)
@@ -148,7 +194,12 @@ def cores() -> int:
 
 
 def worker() -> Process:
-    """A process that runs `serve`."""
+    """A process that runs `serve`: one that waits, if there is one."""
+    return _waiting.pop(0) if _waiting else started_now()
+
+
+def started_now() -> Process:
+    """A new process that runs `serve`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)

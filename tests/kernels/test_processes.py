@@ -4,10 +4,14 @@ import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from anybit.kernels.processes import Child
+from anybit.kernels import processes
+from anybit.kernels.processes import Child, side_by_side, standing_by, wait_with
+
+NUMBER = "import os; open({!r}, 'w').write(str(os.getpid()))"  # of the process, into a file
 
 
 def killed(number: int) -> None:
@@ -47,3 +51,24 @@ def test_a_fork_waits_for_nobody() -> None:
         if not pid:
             os._exit(0 if child.survives(partial(int, "1")) and not child.end() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_processes_stand_by_and_none_is_left(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "abc"]
+    first, *calls = [partial(exec, NUMBER.format(str(file))) for file in files]
+
+    def numbers() -> set[str]:
+        return {file.read_text() for file in files[1:]}
+
+    with standing_by():
+        wait_with([first, partial(int, "no number")])
+        assert side_by_side(calls) == ["", ""]
+        before = numbers()
+        assert files[0].read_text() in before
+        with standing_by():
+            assert side_by_side([partial(os._exit, 1), *calls])[1:] == ["", ""]
+        assert numbers() & before
+        waiting = [*processes._waiting]
+    assert waiting
+    assert not processes._waiting
+    assert all(process.returncode is not None for process in waiting)

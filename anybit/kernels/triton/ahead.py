@@ -5,6 +5,7 @@ so they need none. A compiler that aborts at a kernel ends such a process, and n
 """
 
 import hashlib
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 from triton.runtime.cache import get_cache_key, get_cache_manager
@@ -109,4 +111,7 @@ def compile_one(
         for at, value in constants.items()
     }
     source = ASTSource(function.find(), signature, given, attrs)
-    triton.compile(source, target=GPUTarget(*target), options=options)
+    made = triton.compile(source, target=GPUTarget(*target), options=options)
+    if hasattr(nvidia, "make_launcher"):  # until Triton 3.6: the first launch runs a C compiler
+        with suppress(Exception):  # where there is no driver, for one
+            nvidia.CudaLauncher(source, made.metadata)
