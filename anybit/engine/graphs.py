@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -256,6 +256,7 @@ class StepGraphs:
     def replace(self, model: Decoder) -> None:
         """Go on with another model; what was captured knows the old one's memory."""
         self.model = model
+        self.__dict__.pop("_few", None)
         for rows in filter(None, (self.written, self.drafted, self.prompts)):
             rows.graphs.clear()
         self.heads.clear()
@@ -342,16 +343,21 @@ class StepGraphs:
         Layers that launch what others do are left out. Tensors begin with zeros: where a kernel is
         not launched, no index is out of its range.
         """
-        few = copy.copy(self)
-        if not few.model.hosted:
-            few.model, few.states = without_repeats(self.model, self.states)
 
         def run(rows: Rows, size: int) -> None:
             rows.fill(size, [])
             with Zeros():  # type: ignore[no-untyped-call]
-                few._forward(rows, size)
+                self._few._forward(rows, size)
 
         return [partial(run, rows, size) for rows, size in self._todo()]
+
+    @cached_property
+    def _few(self) -> "StepGraphs":
+        """The same without layers that launch what others do."""
+        few = copy.copy(self)
+        if not few.model.hosted:
+            few.model, few.states = without_repeats(self.model, self.states)
+        return few
 
     def _todo(self) -> list[tuple[Rows, int]]:
         """All graphs, the largest first."""
@@ -450,7 +456,7 @@ class StepGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # compiles what is not yet; also the batch's own K and V
+            self._few._forward(rows, size)  # loads what a capture may not
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with no_garbage(), torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
