@@ -58,6 +58,8 @@ class LLM(Language):
         kv_cache: What the KV cache holds: A name as above, or a dtype, such as "bfloat16".
     """
 
+    ready = True  # on a GPU, as soon as it is made
+
     @configured(EngineConfig)
     def __init__(self, config: EngineConfig):
         check_choice("dtype", config.dtype, ("auto", *DTYPES))
@@ -104,7 +106,7 @@ class LLM(Language):
         if config.max_itl is not None:
             limit = None if config.max_itl == "auto" else config.max_itl / 1e3
             self.engine.prepare = partial(make_ready, self.engine, limit)
-        if self.engine.runner.overlaps:
+        if self.ready and self.engine.runner.overlaps:
             self.engine.prepared()
         self.length, self.device = self.engine.length, self.engine.runner.device
         self._names = itertools.count()
@@ -271,6 +273,12 @@ class LLM(Language):
             for name in out:  # after an interrupt
                 self.engine.abort(name)
         return list(out.values())
+
+
+class Served(LLM):
+    """One that its server makes ready, while front ends begin."""
+
+    ready = False
 
 
 def checked(config: EngineConfig) -> dict[str, Path]:

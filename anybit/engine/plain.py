@@ -37,6 +37,11 @@ class Plain(dict[int, str | None]):
         return both[len(self.start) :] or None
 
 
+def settings(part: Any) -> Any:
+    """What tokenizer.json says of a part of a tokenizer, whose vocabulary may take a second."""
+    return part and json.loads(part.__getstate__())
+
+
 def plain(tokenizer: Any) -> Plain | None:
     """The texts of a tokenizer's tokens; None where tokens say nothing without their neighbours.
 
@@ -52,7 +57,7 @@ def plain(tokenizer: Any) -> Plain | None:
     ):
         return None
     backend = tokenizer.backend_tokenizer
-    parts = [json.loads(backend.to_str())["decoder"]]
+    parts = [settings(backend.decoder)]
     if parts[0] is not None and parts[0]["type"] == "Sequence":
         parts = parts[0]["decoders"]
     fused = False

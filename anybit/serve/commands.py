@@ -86,7 +86,7 @@ def serve(
         with importing():
             import anybit.engine.llm  # noqa: F401  meanwhile front ends find what they lack
         started.check()
-        llm = load(model, engine)
+        llm = load(model, engine, "Served")
         if template is not None:
             if llm.tokenizer is None:
                 raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -270,10 +270,11 @@ def bench_serve(
     run(url, loads, largest_token, api_key, typer.echo, json, plot)
 
 
-def load(model: Path, options: dict[str, Any]) -> "LLM":
-    """The model with options of `LLM`, which says what is wrong with them."""
+def load(model: Path, options: dict[str, Any], kind: str = "LLM") -> "LLM":
+    """The model with options of `LLM`, which says what is wrong with them. kind: of `LLM`."""
     say(f"loading {model}")
     with importing():
-        from anybit.engine.llm import LLM
+        from anybit.engine import llm
 
-    return LLM(model, **options)
+    made: LLM = getattr(llm, kind)(model, **options)
+    return made

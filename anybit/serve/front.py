@@ -5,7 +5,7 @@ import gc
 import logging
 import pickle
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -61,9 +61,13 @@ def config(app: Any, settings: Settings, waits: Times) -> uvicorn.Config:
 
 
 async def serve(
-    model: Model, settings: Settings, sock: socket.socket, listener: socket.socket
+    model: Model,
+    settings: Settings,
+    sock: socket.socket,
+    listener: socket.socket,
+    begun: Callable[[], None],
 ) -> None:
-    """Answer until the engine's process says stop, or ends."""
+    """Answer until the engine's process says stop, or ends. begun: called when all is made."""
     engine = Engine(model)
     loop = asyncio.get_running_loop()
     await loop.create_unix_connection(lambda: engine, sock=sock)
@@ -74,6 +78,7 @@ async def serve(
     while not server.started and not work.done():
         await asyncio.sleep(0.005)
     if server.started:
+        begun()
         engine.ready()
     stopped = asyncio.ensure_future(engine.stopped.wait())
     await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -85,8 +90,10 @@ async def serve(
     engine.transport.close()
 
 
-def run(sock: socket.socket, listener: socket.socket) -> None:
-    """Wait for what the engine's process says first, and serve."""
+def run(
+    sock: socket.socket, listener: socket.socket, begun: Callable[[], None] = lambda: None
+) -> None:
+    """Wait for what the engine's process says first, and serve. begun: as in `serve`."""
     facts = channel.hello(sock)
     if facts is None:
         return
@@ -95,7 +102,7 @@ def run(sock: socket.socket, listener: socket.socket) -> None:
     logging.getLogger("anybit").setLevel(level)
     sock.setblocking(False)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(serve(model, settings, sock, listener))
+        runner.run(serve(model, settings, sock, listener, begun))
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -110,7 +117,12 @@ def new_loop() -> asyncio.AbstractEventLoop:
 def main(sock: socket.socket, listener: socket.socket) -> None:
     """The process, once all that it needs is imported."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    keep()
+    with suppress(ConnectionError):
+        run(sock, listener, keep)
+
+
+def keep() -> None:
+    """Leave what there is out of later searches for garbage, which take longer than a token."""
     gc.collect()
     gc.freeze()
-    with suppress(ConnectionError):
-        run(sock, listener)

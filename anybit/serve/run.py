@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anybit.errors import InvalidInput, Unsupported, in_a_line
@@ -67,7 +68,7 @@ def front_end() -> None:
         signal.signal(kind, signal.SIG_IGN)
     sock, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     with starting(sock):
-        import transformers  # noqa: F401  what a tokenizer is made of
+        from transformers import PreTrainedTokenizerFast  # noqa: F401  what a tokenizer is made of
 
         from anybit.serve import front
     front.main(sock, listener)
@@ -145,16 +146,22 @@ def run(llm: "LLM", settings: "Settings", front_ends: FrontEnds) -> None:
 
     Call it in the main thread, which runs the engine's steps.
     """
-    service = service_of(llm, settings, front_ends.start)
+    service, engine = service_of(llm, settings, front_ends.start), llm.engine
+    engine.prepare = partial(kept, engine.prepare)
     front_ends.give(service)
-    # What is loaded stays: collections of garbage would otherwise look at all of it again.
-    gc.collect()
-    gc.freeze()
     try:
         with signals(service, front_ends.listener):
             service.run()
     finally:
         gc.unfreeze()  # or triton's library calls what is left at the end a leak, in 40 lines
+
+
+def kept(prepare: Callable[[], None] | None) -> None:
+    """Prepare an engine. Later searches for garbage leave out what there is then, which stays."""
+    if prepare is not None:
+        prepare()
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -30,7 +30,6 @@ class Server:
 
     def __init__(self, llm: Model, settings: Settings, engine: Engine):
         self.llm, self.settings, self.engine = llm, settings, engine
-        # Encoding changes a tokenizer's state, so what decodes keeps its own.
         self.texts = Texts(llm, llm.max_running + settings.queue)
         self.dialect = Dialect(llm, settings.tool_parser)
         self.stopping = asyncio.Event()  # no more requests are read

@@ -139,6 +139,7 @@ class Service:
             end.setblocking(False)
         self._poll.register(self._wake[0], select.POLLIN)
         try:
+            self._greet()
             engine.prepared()
             self._broadcast(channel.State(False))
             while self._commands():
@@ -166,8 +167,30 @@ class Service:
 
     def _commands(self) -> bool:
         """Do what was asked for, waiting if there is nothing else to do; False at the end."""
-        self.engine.idle(self._wanted)
-        for number, what in self._poll.poll(self._patience()):
+        if self.serving.is_set():  # what front ends still do to answer comes first
+            self.engine.idle(self._wanted)
+        self._messages(self._patience())
+        while not self._compiled.empty():
+            self._compiled.get()()
+        now = time.monotonic()
+        while self._starts and self._starts[0][0] <= now:
+            _, place = self._starts.pop(0)
+            assert self.start is not None
+            self.attach(place, *self.start())
+        self._stop(now)
+        return self._told is None or (bool(self.fronts) and now < self._end)
+
+    def _greet(self) -> None:
+        """Send front ends what they need, in a second at most: they go on while steps are made."""
+        end = time.monotonic() + 1
+        while any(front.channel.waits for front in self.fronts.values()):
+            if (left := end - time.monotonic()) <= 0:
+                return
+            self._messages(left * 1e3)
+
+    def _messages(self, patience: float | None) -> None:
+        """Send what waits, and do what is asked. patience: milliseconds to wait for either."""
+        for number, what in self._poll.poll(patience):
             front = self.fronts.get(number)
             if front is None:
                 with suppress(BlockingIOError):
@@ -183,15 +206,6 @@ class Service:
                         self._do(front, message)
             except OSError as error:
                 self._lost(front, error)
-        while not self._compiled.empty():
-            self._compiled.get()()
-        now = time.monotonic()
-        while self._starts and self._starts[0][0] <= now:
-            _, place = self._starts.pop(0)
-            assert self.start is not None
-            self.attach(place, *self.start())
-        self._stop(now)
-        return self._told is None or (bool(self.fronts) and now < self._end)
 
     def _wanted(self) -> bool:
         """Whether something is to be done now."""

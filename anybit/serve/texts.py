@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
+from anybit.engine.plain import settings
 from anybit.engine.sequence import SamplingParams
 from anybit.errors import AnybitError, InvalidInput, in_a_line
 from anybit.serve.model import Model
@@ -30,8 +30,8 @@ class Words:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.parts = json.loads(backend.to_str()) if backend else {}
-        decoders = {kind for kind, _ in flat(self.parts.get("decoder"), "decoders")}
+        self.normalizer = backend and settings(backend.normalizer)
+        decoders = {kind for kind, _ in flat(backend and settings(backend.decoder), "decoders")}
         self.byte_level, self.byte_fallback = "ByteLevel" in decoders, "ByteFallback" in decoders
         self.added = getattr(tokenizer, "added_tokens_decoder", {})
 
@@ -75,7 +75,7 @@ class Words:
         if not whole or any(entry.lstrip or entry.rstrip for entry in self.added.values()):
             return None
         factor = 1
-        for kind, part in flat(self.parts.get("normalizer"), "normalizers"):
+        for kind, part in flat(self.normalizer, "normalizers"):
             if kind == "Replace" and len(part["content"]) >= len(part["pattern"].get("String", "")):
                 continue
             if kind not in NORMALIZERS or "Regex" in part.get("pattern", {}):
@@ -147,15 +147,32 @@ def room(llm: Model, params: SamplingParams) -> int:
     return llm.length - (params.max_tokens != 0)
 
 
+def shared(tokenizer: Any) -> bool:
+    """Whether threads may use a tokenizer side by side: one in Rust whose state never changes.
+
+    A file may ask to cut or pad texts. The first encoding ends that for all that follow.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    encode = getattr(type(tokenizer), "_encode_plus", None)
+    if not getattr(tokenizer, "is_fast", False) or (
+        encode is not PreTrainedTokenizerFast._encode_plus
+    ):
+        return False
+    tokenizer.encode("a")
+    return True
+
+
 class Texts:
-    """Threads that tokenize, each with a tokenizer of its own. most: jobs that may wait.
+    """Threads that tokenize, with one tokenizer or one for each. most: jobs that may wait.
 
     What compiles a grammar has threads of its own: that takes seconds, and one runs at a time.
     """
 
     def __init__(self, llm: Model, most: int):
         self.llm, self.most = llm, most
-        self.words = Words(copy.deepcopy(llm.tokenizer))
+        self.shared = shared(llm.tokenizer)
+        self.words = Words(llm.tokenizer if self.shared else copy.deepcopy(llm.tokenizer))
         self._pool = ThreadPoolExecutor(WORKERS, "anybit-tokenizer")
         self._slow = ThreadPoolExecutor(WORKERS, "anybit-grammars")
         self._own = threading.local()
@@ -200,17 +217,23 @@ class Texts:
     def _do(self, function: Callable[[Job], Any], stop: threading.Event) -> Any:
         if stop.is_set():
             raise Gone
-        llm = getattr(self._own, "llm", None)
-        if llm is None:
-            llm = self._own.llm = copy.copy(self.llm)
-            with self._copying:
-                llm.tokenizer = copy.deepcopy(self.words.tokenizer)
         try:
-            return function(Job(llm, self.words, stop))
+            return function(Job(self._language(), self.words, stop))
         except AnybitError:
             raise
         except (ValueError, OverflowError, RecursionError) as error:  # libraries' refusals
             raise InvalidInput(in_a_line(error)) from None
+
+    def _language(self) -> Model:
+        """What the thread encodes and decodes with."""
+        if self.shared:
+            return self.llm
+        own: Model | None = getattr(self._own, "llm", None)
+        if own is None:
+            own = self._own.llm = copy.copy(self.llm)
+            with self._copying:
+                own.tokenizer = copy.deepcopy(self.words.tokenizer)
+        return own
 
     def close(self) -> None:
         for pool in (self._pool, self._slow):

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 
 from anybit.cli.app import app as cli
 from anybit.engine.llm import LLM
-from anybit.serve.run import FrontEnds, bind
+from anybit.serve import channel
+from anybit.serve.run import FrontEnds, bind, service_of
 from anybit.serve.settings import Settings
 from tests.serve.conftest import Live, wait_for
 from tests.serve.test_limits import ask
@@ -126,6 +129,24 @@ def test_a_front_end_that_cannot_start_is_a_line(
     assert (done.returncode, said in done.stderr) == (1, True), done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: a front end ")
+
+
+def test_front_ends_hear_all_before_steps_are_prepared(tiny: Path) -> None:
+    """What they need is larger than a socket's buffer, and preparing takes seconds on a GPU."""
+    llm, (ours, theirs) = LLM(tiny, block_size=8), socket.socketpair()
+    service = service_of(llm, Settings(("tiny",)))
+    service.hello = channel.Hello(bytes(1 << 22))
+    service.attach(0, ours, None)
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(channel.hello, theirs)
+
+        def prepare() -> None:
+            assert heard.result(20) == bytes(1 << 22)
+            theirs.close()
+            service.stop(0)
+
+        llm.engine.prepare = prepare
+        service.run()
 
 
 def test_what_is_no_http_is_refused_as_everything_is(live: Live) -> None:
