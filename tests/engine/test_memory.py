@@ -110,9 +110,13 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_takes_memory_of_a_cpu_when_it_is_written() -> None:
+    """Whatever the process has freed before, here more than malloc returns to the system."""
     cpu = torch.device("cpu")
+    freed = [b"." * 60_000 for _ in range(4_000)]
+    last = b"." * 50_000  # behind it: malloc keeps what lies before
+    del freed
     cache = LayerCache.empty(1 << 14, 2, 16, 64, plain(torch.float32), cpu)
-    assert cache.nbytes == 1 << 28
+    assert cache.nbytes == 1 << 28 > len(last)
     assert sum(taken(*place(plane)) for plane in (cache.k, cache.v)) < 1 << 24
     for plane in (cache.k, cache.v):
         assert plane.data_ptr() % 64 == 0

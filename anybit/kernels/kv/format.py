@@ -1,16 +1,17 @@
 """How a KV cache keeps numbers: a class for each way; a format names one for K and one for V."""
 
 import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anybit.errors import Unsupported
 
-ALIGNED = 64  # bytes, as torch has it
+HUGE = 1 << 22  # bytes from which on large pages pay
 
 
 class Numbers:
@@ -140,11 +141,13 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """As `torch.zeros`; on a CPU, memory that the system gives when it is first written.
 
     torch writes its zeros: a GiB of cache would take up to two seconds, and a GiB, before anything
-    is kept in it.
+    is kept in it. So does calloc where the process has freed as much before.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
-    first = -memory.data_ptr() % ALIGNED
-    return memory[first : first + size].view(dtype).view(shape)
+    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE:
+        with suppress(OSError):  # a wish, which may be refused
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
