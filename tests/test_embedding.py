@@ -51,6 +51,12 @@ def test_rows_are_those_of_the_decoded_weight(spec: str, dtype: torch.dtype) -> 
     assert q(IDS[:0]).shape == (0, 3, 256)
 
 
+def test_none_draws_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would import its compiler for that, 1.5 s of a start."""
+    monkeypatch.delattr(nn.Embedding, "reset_parameters")
+    QuantEmbedding(table("int8"))
+
+
 def test_rotated_rows() -> None:
     q = QuantEmbedding(table("int4:rotate=k"))
     assert torch.allclose(q(IDS), q.dequantize()[IDS], atol=1e-6)

@@ -51,7 +51,9 @@ class QuantEmbedding(Quantized):
         self.num_embeddings, self.embedding_dim = packed.shape
         self.padding_idx: int | None = None
         self.factor, self.kind, self.constants = Factor(), nn.Embedding, tuple[str, ...]()
-        self.own = public(nn.Embedding(*packed.shape, device="meta"))
+        # Without a weight it would draw numbers, for which torch imports its compiler on "meta".
+        nothing = torch.empty(packed.shape, device="meta")
+        self.own = public(nn.Embedding(*packed.shape, _weight=nothing))
 
     @classmethod
     def instead_of(cls, layer: nn.Embedding, packed: Packed) -> "QuantEmbedding":
