@@ -28,6 +28,31 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+class Parts:
+    """How long the parts of a start have taken, for a line of a server's log."""
+
+    def __init__(self) -> None:
+        self.begun = self.last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, part: str) -> None:
+        """What was done since the part before was this one."""
+        now = time.monotonic()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
+        self.last = now
+
+    @property
+    def whole(self) -> float:
+        """Seconds until now."""
+        return time.monotonic() - self.begun
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+
+
+START = Parts()
+
+
 @contextmanager
 def progress(title: str, total: int, show: bool | None = None) -> Iterator[Progress]:
     """Yield a function to call after each step.

@@ -36,7 +36,7 @@ from anybit.kernels.cute.jit import kernel_folder
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.formats import KV_FORMATS
 from anybit.nn.multiplier import check_keep
-from anybit.progress import progress
+from anybit.progress import START, progress
 
 log = logging.getLogger("anybit.engine")
 Prompt = str | Items[int] | Tensor
@@ -103,6 +103,7 @@ class LLM(Language):
         self.kv_cache = kv.name
         self.engine = assemble(loaded, small, kv, config)
         self.engine.adapters = tuple(adapters)
+        START.done("KV cache")
         if config.max_itl is not None:
             limit = None if config.max_itl == "auto" else config.max_itl / 1e3
             self.engine.prepare = partial(make_ready, self.engine, limit)

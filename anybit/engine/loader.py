@@ -37,6 +37,7 @@ from anybit.files.safetensors import Stored, stored_tensors
 from anybit.nn.model import quantized_modules
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
+from anybit.progress import START
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MODELS = {
@@ -135,6 +136,7 @@ def load(
     plan, head = None, None
     try:
         kind, read = read_of(directory, stored, bare, formats, quantization)
+        START.done("description")
         config = read.config
         dtype = dtype or dtype_of(config)
         weights = Checkpoint(directory, device, dtype, read, formats, keep)
@@ -182,8 +184,10 @@ def load(
         quantized, size = Counter(), sum(layer.packed.nbytes() for layer in layers)
         for layer in layers:
             quantized[layer.scheme] += math.prod(layer.shape)
+    START.done("weights")
     eos = end_tokens(directory, config)
     tokenizer = tokenizer_in(directory)
+    START.done("tokenizer")
     return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan, head)
 
 

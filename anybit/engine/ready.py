@@ -15,6 +15,7 @@ from anybit.engine.spare import learned, record
 from anybit.kernels import compilations
 from anybit.kernels.ahead import Missing, build_for, collected
 from anybit.kernels.processes import standing_by
+from anybit.progress import START
 
 log = logging.getLogger("anybit.engine")
 GPU_ITL = 0.02  # seconds of a step with a prompt beside texts
@@ -62,6 +63,7 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
     if not runner.overlaps:
         with torch.inference_mode():
             runner.graphs.warm()
+        START.done("a step")
         if runner.graphs.prompts is not None:
             runner.graphs.reads = True
             scheduler.pace = learned(runner.graphs, max_itl, scheduler.each)
@@ -74,7 +76,9 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
             if seconds:
                 least = scheduler.blocks.block_size
                 scheduler.pace = Pace(seconds, max_itl or GPU_ITL, least=least, each=scheduler.each)
+        START.done("graphs")
         rehearse(engine, runner.graphs)
+        START.done("sampling")
     engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 
@@ -111,6 +115,7 @@ def captured(graphs: StepGraphs) -> dict[int, float]:
     except Missing:
         for error in build_for(graphs.launches(), WORTH):
             log.debug("left to its first use: %s", error)
+        START.done("kernels")
         return graphs.capture_all()
 
 

@@ -16,7 +16,7 @@ import typer
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_text
 from anybit.files.server import KEY
-from anybit.progress import say
+from anybit.progress import START, say
 from anybit.serve.options import (
     SECURITY,
     ApiKeys,
@@ -85,6 +85,7 @@ def serve(
         started = stack.enter_context(FrontEnds(listener, front_ends or front_end_count()))
         with importing():
             import anybit.engine.llm  # noqa: F401  meanwhile front ends find what they lack
+        START.done("imports")
         started.check()
         llm = load(model, engine, "Served")
         if template is not None:

@@ -14,12 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anybit.errors import InvalidInput, Unsupported, in_a_line
+from anybit.progress import START
 
 if TYPE_CHECKING:
     from anybit.engine.llm import LLM
     from anybit.serve.service import Service
     from anybit.serve.settings import Settings
 
+log = logging.getLogger("anybit.serve")
 CHILD = "import sys; sys.path[:] = {path}; from anybit.serve.run import front_end; front_end()"
 
 
@@ -68,7 +70,8 @@ def front_end() -> None:
         signal.signal(kind, signal.SIG_IGN)
     sock, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     with starting(sock):
-        from transformers import PreTrainedTokenizerFast  # noqa: F401  what a tokenizer is made of
+        import transformers.models  # noqa: F401  whose tokenizers the engine may send
+        from transformers import PreTrainedTokenizerFast  # noqa: F401
 
         from anybit.serve import front
     front.main(sock, listener)
@@ -162,6 +165,7 @@ def kept(prepare: Callable[[], None] | None) -> None:
         prepare()
     gc.collect()
     gc.freeze()
+    log.info("the engine is ready after %.1f s: %s", START.whole, START)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from anybit.engine.engine import Engine
 from anybit.engine.output import Delta
 from anybit.engine.structured import Matcher
 from anybit.errors import AnybitError, Unsupported, in_a_line
+from anybit.progress import START
 from anybit.serve import channel
 from anybit.serve.channel import More
 from anybit.serve.metrics import Metrics
@@ -245,6 +246,8 @@ class Service:
                     self.engine.abort(name)
             case channel.Ready():
                 front.ready, self._failures[front.place] = True, 0
+                if not self.serving.is_set():
+                    log.info("a front end answers after %.1f s", START.whole)
                 self.serving.set()
             case channel.Broken(reason):
                 front.broken = reason
