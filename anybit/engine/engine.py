@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
+from anybit.engine.masks import first_of, start
 from anybit.engine.model_runner import Flight, Runner
 from anybit.engine.output import Delta
 from anybit.engine.prompts import prompt_results
@@ -154,7 +155,10 @@ class Engine:
         seqs = []
         for index in range(params.n):
             seq = Sequence(request, index, list(prompt), params, limit, self.eos)
-            seq.matcher = matchers[index] if matchers else None
+            if matchers:
+                seq.matcher = matchers[index]
+                seq.matcher.punctual = not self.runner.repeats
+                start(seq.matcher)
             seq.arrival = seq.arrival if arrival is None else arrival
             seqs.append(seq)
         self.requests[request] = seqs
@@ -190,6 +194,7 @@ class Engine:
         if flight is None:
             scheduled = self.scheduler.schedule()
             if not scheduled:
+                first_of(seq.matcher for seqs in self.requests.values() for seq in seqs)
                 return self._read()
             flight = self._launch(scheduled)
         out = []
@@ -270,9 +275,12 @@ class Engine:
     def _take(self, s: Scheduled, found: list[tuple[Row, int, Logprob | None]]) -> list[Delta]:
         """Append what was sampled for a sequence; free the blocks if that ends it.
 
-        The token behind a draft counts if all of the draft was chosen.
+        The token behind a draft counts if all of the draft was chosen. Where a mask is late, the
+        text's last token runs once more.
         """
         seq, failure, accepted, before = s.seq, "", 0, s.seq.generated
+        known = [f for f in found if not (f[0].matcher and f[0].matcher.mask)]
+        late, found = len(found) - len(known), known
         if found and seq.last_token is None:
             self.stats.prompt_tokens += len(seq.prompt)
         if found and seq.params.max_tokens == 0:  # only the prompt was to be read
@@ -298,6 +306,8 @@ class Engine:
             accepted += drafted
             if seq.finish or not drafted:
                 break
+        if seq.matcher and not seq.finish:
+            start(seq.matcher)
         if s.draft:
             seq.rejected += len(s.draft) - accepted
             self.stats.drafts += 1
@@ -305,7 +315,8 @@ class Engine:
             self.stats.accepted_tokens += accepted
         if self.speculation is not None:
             self.speculation.judge(seq, before)
-        self.scheduler.done(s, accepted)
+        again = late > 0 and accepted == len(found) and not seq.finish
+        self.scheduler.done(s, accepted - again)
         if failure:
             out = self._read()  # tokens of this step that came before
             return [*out, self._end(seq, "error", failure)] if seq in self._texts(seq) else out

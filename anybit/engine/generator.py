@@ -35,6 +35,7 @@ class Generator:
 
     overlaps = False
     reads_prompts = False
+    repeats = False
 
     def __init__(self, model: "PreTrainedModel", length: int):
         self.model, self.length, self.device = model, length, model.device

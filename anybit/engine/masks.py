@@ -2,25 +2,29 @@
 
 import itertools
 import os
+import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable
+from concurrent import futures
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.engine.structured import MASK, THREADS, Matcher
+from anybit.engine.structured import THREADS, Mask, Matcher
 
 TURNS = itertools.count()
+PATIENCE = 0.01  # seconds that a step waits for masks
 
 
 def begin(logits: Tensor, matchers: list[Matcher | None]) -> Callable[[Tensor], Tensor]:
     """Start to compute the masks of rows of logits (B, V) that have a matcher.
 
     Returns a function of logits on the same device that waits for them, and gives -inf to tokens
-    that a row's matcher does not allow. Until then no token may be taken.
+    that a row's matcher does not allow; to all of a row whose mask is late. Until then no token may
+    be taken.
     """
     rows = [i for i, matcher in enumerate(matchers) if matcher is not None]
     if not rows:
@@ -31,8 +35,9 @@ def begin(logits: Tensor, matchers: list[Matcher | None]) -> Callable[[Tensor], 
     filled = fill([matcher for matcher in matchers if matcher is not None], bits)
 
     def constrain(logits: Tensor) -> Tensor:
-        filled()
-        allowed = unpacked(bits.to(logits.device, non_blocking=True))[:, : logits.shape[1]].bool()
+        late = filled()
+        known = bits.index_fill(0, torch.tensor(late), 0) if late else bits
+        allowed = unpacked(known.to(logits.device, non_blocking=True))[:, : logits.shape[1]].bool()
         index = torch.tensor(rows).to(logits.device, non_blocking=True)
         masked = logits[index].masked_fill(~allowed, float("-inf"))
         return logits.index_copy(0, index, masked)
@@ -46,49 +51,88 @@ def unpacked(bits: Tensor) -> Tensor:
     return (bits[:, :, None] >> shifts).bitwise_and_(1).flatten(1)
 
 
-def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], None]:
+def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
     """Start to set the bits (B, words) int32 of tokens that may come next, and to clear the others.
 
-    Returns a function that waits for that. Masks are computed side by side, which leaves open how
-    long each has taken. So one in turn is computed by itself, and all of a grammar of which no mask
-    is known, or whose last one took long.
+    Returns a function that waits for that, but not long, and returns the rows that are late: those
+    matchers keep their masks for a later step. Masks are computed side by side, which leaves open
+    how long each has taken. So one in turn is computed by itself, and beside the steps all of a
+    grammar of which no mask is known, or of which one has taken long.
     """
-    turn = next(TURNS) % len(matchers)
+    ends, turn = time.monotonic() + PATIENCE, next(TURNS) % len(matchers)
     alone: list[int] = []
     together: list[tuple[int, int]] = []  # sorted, so that threads begin with lanes of their own
     for at, matcher in enumerate(matchers):
+        start(matcher)
         if matcher.thinking:
             bits[at].fill_(-1)
-        elif at == turn or matcher.found.last > MASK:
+        elif matcher.mask is None and at == turn:
             alone.append(at)
-        elif not matcher.found.error:
+        elif matcher.mask is None:
             together.append((id(matcher.lane), at))
     jobs = [(matchers[at].grammar, at) for _, at in sorted(together)]
     words, started = bits.shape[1] * bits.element_size(), threading.Event()
-    thread, executor = threads(os.getpid())
+    thread, executor, _ = threads(os.getpid())
 
     def work() -> None:
         started.set()
         if jobs:
             executor.unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
         for at in alone:
-            matchers[at].fill(bits[at], 1 / len(matchers))
+            matchers[at].fill(bits[at])
 
     job = thread.submit(work)  # also what has failed is done before the next
-    started.wait()  # Python's lock is free only when the masks are on their way
+    started.wait(PATIENCE)  # Python's lock is free only when the masks are on their way
+    begun = [
+        (at, matcher, matcher.mask or Mask(job, bits[at]))
+        for at, matcher in enumerate(matchers)
+        if not matcher.thinking
+    ]
 
-    def wait() -> None:
-        job.result()
-        for at, matcher in enumerate(matchers):
-            if not matcher.thinking:
-                matcher.filled(bits[at])
+    def wait() -> list[int]:
+        patience = max(ends - time.monotonic(), 0)
+        punctual = any(matcher.punctual for matcher in matchers)
+        futures.wait([mask.job for _, _, mask in begun], None if punctual else patience)
+        late = [at for at, _, mask in begun if not mask.job.done()]
+        for at, matcher, mask in begun:
+            matcher.mask = mask if at in late else None
+            if matcher.mask:
+                matcher.found.slow = max(matcher.found.slow, 1)  # to find out whose fault it is
+                continue
+            mask.job.result()
+            bits[at] = mask.bits
+            matcher.filled(bits[at])
+        return late
 
     return wait
 
 
+def start(matcher: Matcher) -> None:
+    """Begin a text's next mask beside the steps, where it may take long."""
+    if matcher.mask is None and matcher.beside and not matcher.ended:
+        bits = torch.empty(matcher.words, dtype=torch.int32)
+        matcher.mask = Mask(threads(os.getpid())[2].submit(matcher.fill, bits), bits)
+
+
+def first_of(matchers: Iterable[Matcher | None]) -> None:
+    """Wait a moment for the first mask that is computed beside the steps."""
+    jobs = [matcher.mask.job for matcher in matchers if matcher and matcher.mask]
+    futures.wait(jobs, PATIENCE, futures.FIRST_COMPLETED)
+
+
 @cache
-def threads(process: int) -> tuple[ThreadPoolExecutor, Any]:
-    """A thread that waits for masks, and those that compute them, which no fork has."""
+def threads(process: int) -> tuple[futures.ThreadPoolExecutor, Any, futures.ThreadPoolExecutor]:
+    """A thread that waits for masks, those that compute them, and those beside the steps.
+
+    No fork has them. Beside the steps there is time left only when these leave some.
+    """
     from llguidance import LLExecutor
 
-    return ThreadPoolExecutor(1, "anybit-masks"), LLExecutor(THREADS)
+    beside = futures.ThreadPoolExecutor(max(THREADS // 4, 1), "anybit-slow-masks", yielding)
+    return futures.ThreadPoolExecutor(1, "anybit-masks"), LLExecutor(THREADS), beside
+
+
+def yielding() -> None:
+    """Let the thread that calls it give way to others, where threads have priorities."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -47,7 +47,8 @@ class Flight:
 class Runner(Protocol):
     """Runs steps for the engine. overlaps: whether a step may start before the last one's end.
 
-    reads_prompts: whether it gives log probabilities and hidden states of prompts.
+    reads_prompts: whether it gives log probabilities and hidden states of prompts. repeats: whether
+    a text's last token may run twice.
     """
 
     @property
@@ -55,6 +56,9 @@ class Runner(Protocol):
 
     @property
     def reads_prompts(self) -> bool: ...
+
+    @property
+    def repeats(self) -> bool: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -102,7 +106,7 @@ class ModelRunner:
             self.graphs = StepGraphs(
                 model, self.states, size, graphs, width, steady, sizes, drafts and self.overlaps
             )
-        self.rows = graphs if self.graphs else 1
+        self.rows, self.repeats = graphs if self.graphs else 1, not model.recurrent
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:

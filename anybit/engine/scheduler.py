@@ -80,6 +80,9 @@ class Scheduler:
         at = prompts = 0
         while at < len(self.running) and room.tokens >= self.each:
             seq = self.running[at]
+            if seq.held:
+                at += 1
+                continue
             tokens = room.take(seq)
             while not self.blocks.grow(seq, seq.computed + tokens):
                 preempted = True
@@ -94,6 +97,9 @@ class Scheduler:
             if prompts > MOST_PROMPTS or room.left < self.each:
                 break
             seq, begin = self.waiting[0], 0
+            if seq.held:
+                self.waiting.rotate(-1)
+                continue
             if not seq.blocks and not seq.params.reads_prompt:  # cached tokens run no more
                 begin = self.blocks.match(seq)
             tokens = room.take(seq)
@@ -139,13 +145,16 @@ class Scheduler:
 
         So it is while all that runs is being written, nothing that waits could begin, and blocks
         suffice. A text that turns out to have ended runs for nothing once, in blocks of its own.
+        One whose mask is computed beside the steps waits for that meanwhile.
         """
         if self.waiting and len(self.running) < self.max_running and not self.full:
             return []
         if any(s.draft for s in scheduled):  # how many tokens these give is not known
             return []
-        going = [s for s in scheduled if not s.seq.finish]
-        if len(going) < len(self.running) or not all(s.samples for s in going):
+        beside = {s.seq for s in scheduled if s.seq.matcher and s.seq.matcher.beside}
+        going = [s for s in scheduled if not (s.seq.finish or s.seq in beside)]
+        sitting = sum(seq in beside or seq.held for seq in self.running)
+        if len(going) + sitting < len(self.running) or not all(s.samples for s in going):
             return []
         going = [s for s in going if s.first + s.tokens + 1 < s.seq.limit]
         ends = [s.first + s.tokens + 1 for s in going]

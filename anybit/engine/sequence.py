@@ -164,6 +164,12 @@ class Sequence:
         """Whether the next step runs nothing but the token that was sampled last."""
         return self.remaining == 1 and self.generated > 0
 
+    @property
+    def held(self) -> bool:
+        """Whether it sits the next step out, as that would need a mask that is not ready."""
+        matcher = self.matcher
+        return matcher is not None and matcher.waits and (self.remaining == 1 or matcher.punctual)
+
     def key(self, at: int) -> tuple[int, int]:
         """What is random about the choice of output token `at`: two numbers of 32 bits, signed.
 

@@ -123,6 +123,12 @@ def alike(tokens: int) -> int:
     return tokens if tokens <= 16 else -(-tokens // 16) * 16
 
 
+def may_draft(s: Scheduled) -> bool:
+    """Whether tokens may be guessed behind a text in a step; not where masks take long."""
+    slow = s.seq.matcher is not None and s.seq.matcher.beside
+    return s.tokens == 1 and s.samples and s.seq.generated > 0 and not slow
+
+
 class Speculation:
     """Drafts for the steps of an engine, where they are worth their time.
 
@@ -151,7 +157,7 @@ class Speculation:
             return scheduled
 
     def _drafted(self, scheduled: list[Scheduled], scheduler: Scheduler) -> list[Scheduled]:
-        at = [i for i, s in enumerate(scheduled) if s.tokens == 1 and s.samples and s.seq.generated]
+        at = [i for i, s in enumerate(scheduled) if may_draft(s)]
         seqs = [scheduled[i].seq for i in at]
         if not 0 < len(seqs) <= TEXTS or self.costs.plain >= PLAIN:
             return scheduled

@@ -7,7 +7,6 @@ others no probability (`anybit.engine.masks`).
 import copy
 import hashlib
 import json
-import math
 import re
 import secrets
 import threading
@@ -15,10 +14,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from anybit.engine.schemas import json_rule, lark
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 KEPT, BYTES = 64, 512 << 20  # grammars that are kept for the next request
 STUCK = "the grammar cannot go on"  # which is its fault, not the server's
-# Others wait while masks are computed. One may take so long, and all that take longer together only
-# some seconds more than that in all steps.
-SECONDS, MASK = 0.25, 5e-3
+# Seconds that a mask may take within a step. After one that took longer, so many of its grammar's
+# next ones are computed beside the steps, and a text whose mask is not ready sits a step out.
+MASK, BESIDE = 5e-3, 64
 # Texts that copy a compiled grammar share its lock. So one that takes no more seconds to compile is
 # compiled again for every few, up to twice for each thread that computes masks.
 QUICK, TEXTS, THREADS = 0.01, 4, min(16, cores())
@@ -133,16 +133,16 @@ class Compiled:
     """A grammar that was tried. error: why it is refused, or "".
 
     tried: what may be compiled, if it may be. again: compiles it for another lane; None if that
-    takes long. last: seconds of processor time that the last mask took that was timed. debts: of it
-    and of all others, in seconds that masks have taken beyond their part of their steps.
+    takes long. slow: how many of its next masks are computed beside the steps. fresh: whether none
+    was timed: the first makes what the next find made.
     """
 
     error: str
     tried: Tried
     lanes: list[Lane] = field(default_factory=list)
     again: Callable[[], tuple[Any, float]] | None = None
-    last: float = math.inf
-    debts: "WeakKeyDictionary[Compiled, float]" = field(default_factory=WeakKeyDictionary)
+    slow: int = 1
+    fresh: bool = True
 
     def lane(self) -> Lane:
         """The one for a new text."""
@@ -152,23 +152,10 @@ class Compiled:
             self.lanes.append(lane)
         return lane
 
-    def computed(self, seconds: float, share: float = 1.0) -> None:
-        """Note the time of a mask, which has this share of its step's.
-
-        Once all grammars together owe too much, each that owes as much as they do on average is
-        refused. Quick masks pay back. A first one owes nothing: it makes what the next find made.
-        """
-        first, self.last = self.last == math.inf, seconds
-        owed = seconds - (MASK * share if seconds > MASK else MASK)
-        debt = 0.0 if first else max(self.debts.get(self, 0.0) + owed, 0.0)
-        self.debts.pop(self, None)
-        if not debt:
-            return
-        all_debts = [debt, *self.debts.values()]
-        if sum(all_debts) > SECONDS and debt * len(all_debts) >= sum(all_debts):
-            self.error = f"a token of it takes {seconds * 1e3:.0f} ms; make it less ambiguous"
-        else:
-            self.debts[self] = debt
+    def computed(self, seconds: float) -> None:
+        """Note the processor time of a mask."""
+        slow = seconds > MASK and not self.fresh
+        self.slow, self.fresh = BESIDE if slow else max(self.slow - 1, 0), False
 
 
 def digest(kind: str, text: str) -> bytes:
@@ -209,7 +196,6 @@ class Grammars:
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # by a digest of the text
         # What requests hold, so that the engine, too, finds it, however many there are.
         self._found: WeakKeyDictionary[Structured, Compiled] = WeakKeyDictionary()
-        self._debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
         self._trial: Trial | None = None
         self._tokens: Any = None
 
@@ -223,7 +209,7 @@ class Grammars:
         if not found.lanes and not found.error:
             self._compile(found)
         check(found)
-        return Matcher(found, structured, partial(self._forget, found))
+        return Matcher(found, structured, partial(self._forget, found), self.vocabulary)
 
     def tried(self, structured: Structured) -> Tried:
         """What to compile a grammar from, elsewhere, once a child of this process has survived it.
@@ -240,7 +226,7 @@ class Grammars:
         with self._lock:
             found = self._found.get(structured)
         if found is None and tried is not None:
-            found = self._kept(tried.kind, tried.text) or Compiled("", tried, debts=self._debts)
+            found = self._kept(tried.kind, tried.text) or Compiled("", tried)
             self._keep(tried.kind, tried.text, found)
         elif found is None:
             kind, text = structured.source(self.special)
@@ -257,7 +243,7 @@ class Grammars:
         answer = trial.judge(kind, text)  # without the lock, for which the engine may wait
         if kind == "gbnf" and not answer["error"]:
             kind, text = "lark", answer["lark"]
-        return Compiled(answer["error"], Tried(kind, text, answer["size"]), debts=self._debts)
+        return Compiled(answer["error"], Tried(kind, text, answer["size"]))
 
     def _compile(self, found: Compiled) -> None:
         with self._lock:
@@ -328,29 +314,54 @@ def check(found: Compiled) -> None:
         raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
 
 
+class Mask(NamedTuple):
+    """Tokens that may come next, as bits (words,) int32, once a job is done."""
+
+    job: "Future[None]"
+    bits: "Tensor"
+
+
 class Matcher:
     """Where a text stands in its grammar. ended: nothing may follow. error: why it cannot go on.
 
-    failed: is called when the library reports an error.
+    mask: that of the next token, if it was not ready for a step or is computed beside the steps:
+    until it is, nothing else may be asked. punctual: steps wait for it. failed: is called when the
+    library reports an error. vocabulary: the number of logits.
     """
 
-    def __init__(self, found: Compiled, structured: Structured, failed: Callable[[], None]):
+    mask: Mask | None = None
+    punctual = True
+
+    def __init__(
+        self,
+        found: Compiled,
+        structured: Structured,
+        failed: Callable[[], None],
+        vocabulary: int,
+    ):
         self.found, self.failed, self.lane = found, failed, found.lane()
+        self.words = -(-vocabulary // 32)
         self.lane.texts.add(self)
         self.grammar = self.lane.grammar.deep_copy()
         self.open, self.close = structured.think or (-1, -1)
         self.fresh, self.thinking = structured.think is not None, structured.thinking
         self.ended, self.error = False, ""
 
-    def fill(self, bits: "Tensor", share: float = 1.0) -> None:
-        """Set the bits (words,) int32 of the tokens that may come next, and clear the others.
+    @property
+    def beside(self) -> bool:
+        """Whether its next mask is computed beside the steps."""
+        return self.mask is not None or (self.found.slow > 0 and not self.thinking)
 
-        share: the part of a step's time for masks that this one may take.
-        """
-        if not self.found.error:
-            begun, size = time.thread_time(), bits.numel() * bits.element_size()
-            self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), size)
-            self.found.computed(time.thread_time() - begun, share)
+    @property
+    def waits(self) -> bool:
+        """Whether its next mask is still being computed."""
+        return self.mask is not None and not self.mask.job.done()
+
+    def fill(self, bits: "Tensor") -> None:
+        """Set the bits (words,) int32 of the tokens that may come next, and clear the others."""
+        begun, size = time.thread_time(), bits.numel() * bits.element_size()
+        self.grammar.unsafe_compute_mask_ptr(bits.data_ptr(), size)
+        self.found.computed(time.thread_time() - begun)
 
     def filled(self, bits: "Tensor") -> None:
         """Look for errors, and allow thoughts to begin."""
@@ -362,7 +373,7 @@ class Matcher:
     def copy(self) -> "Matcher":
         """A matcher that goes on from here by itself."""
         other = copy.copy(self)
-        other.grammar = self.grammar.deep_copy()
+        other.grammar, other.mask = self.grammar.deep_copy(), None
         return other
 
     def allows(self, token: int) -> bool:
@@ -384,8 +395,6 @@ class Matcher:
         self.fresh = False
 
     def _check(self) -> None:
-        if self.found.error:
-            self.error = f"{STUCK}: {self.found.error}"
-        elif self.grammar.is_error():
+        if self.grammar.is_error():
             self.error = f"{STUCK}: {reason(self.grammar)}; make it simpler"
             self.failed()

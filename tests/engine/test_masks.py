@@ -1,12 +1,11 @@
 """Masks of grammars: their bits, side by side as one by one, and those that take long."""
 
-import itertools
 import math
+import os
 import random
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -71,17 +70,17 @@ def walk(matchers: list[Matcher], steps: int) -> Iterator[list[torch.Tensor]]:
                 running.remove(matcher)
 
 
-def test_masks_side_by_side_are_those_of_one_by_one(
+def test_masks_side_by_side_are_those_beside_the_steps(
     many: list[Matcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what cannot go on ends alone."""
     for matcher in many:
-        matcher.found.last = 0.0
+        matcher.found.slow = 0
     alone = [matcher.copy() for matcher in many]
-    monkeypatch.setattr(masks, "MASK", math.inf)
+    monkeypatch.setattr(structured, "MASK", math.inf)
     found = [torch.stack(masks) for masks in walk(many, 40)]
-    monkeypatch.setattr(masks, "MASK", -1.0)
-    monkeypatch.setattr(structured, "SECONDS", math.inf)
+    for matcher in alone:
+        matcher.found.slow = 10_000
     want = [torch.stack(masks) for masks in walk(alone, 40)]
     assert [m.error for m in many] == [m.error for m in alone]
     for i, matcher in enumerate(many):
@@ -95,68 +94,60 @@ def test_masks_side_by_side_are_those_of_one_by_one(
 def test_what_takes_long_is_found_among_others(
     many: list[Matcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By turns; then all its masks are timed, until it is refused, and only its own."""
-    slow, clock, current = many[0].found, itertools.count(0, 0.06), 0.0
+    """By turns; then its masks are computed beside the steps, and only its own."""
+    slow, real = many[0].found, Compiled.computed
     for matcher in many:
-        matcher.found.last = 0.0
+        matcher.found.slow, matcher.found.fresh = 0, False
 
-    def now() -> float:
-        nonlocal current
-        current = next(clock) if slow_now else current
-        return current
+    def computed(self: Compiled, seconds: float) -> None:
+        real(self, 0.06 if self is slow else 0.0)
 
-    slow_now, real = False, Matcher.fill
-
-    def timed(self: Matcher, bits: torch.Tensor, share: float) -> None:
-        nonlocal slow_now
-        slow_now = self.found is slow
-        real(self, bits, share)
-        slow_now = False
-
-    monkeypatch.setattr(Matcher, "fill", timed)
-    monkeypatch.setattr(time, "thread_time", now)
-    refused = next(i for i, _ in enumerate(walk(many, 60)) if slow.error)
-    assert refused < 40
-    assert "takes 60 ms" in slow.error
-    for _ in walk([m for m in many if not (m.error or m.ended or m.thinking)], 2):
+    monkeypatch.setattr(Compiled, "computed", computed)
+    for _ in walk(many, 30):
         pass
-    assert sum(bool(m.error) for m in many if m.found is slow) > 2
-    assert not any(m.found.error for m in many if m.found is not slow)
+    assert [m.found.slow for m in many] == [
+        structured.BESIDE if m.found is slow else 0 for m in many
+    ]
 
 
-@pytest.mark.parametrize("grammars", [1, 16])
-def test_masks_of_all_texts_share_the_time_of_a_step(grammars: int) -> None:
-    """16 texts of 8 ms each hold a step up for 128: refused, of one grammar or of many."""
-    debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
-    slow = [Compiled("", 0, debts=debts) for _ in range(grammars)]
-    quick = Compiled("", 0, debts=debts)
-    waited, harmonic = 0.0, sum(1 / i for i in range(1, grammars + 1))
-    for _ in range(1000):
-        running = [slow[i % grammars] for i in range(16) if not slow[i % grammars].error]
-        for found in [*running, *[quick] * 48]:
-            found.computed(8e-3 if found is not quick else 4e-3, 1 / (len(running) + 48))
-        waited += max(len(running) * 8e-3 - structured.MASK, 0)
-    assert not quick.error
-    assert all(found.error for found in slow)
-    # Each refusal frees the mean of what is owed; and a step ends before any is found.
-    assert waited < harmonic * structured.SECONDS + 16 * 8e-3
+def test_a_mask_that_is_late_is_that_of_a_later_step(
+    many: list[Matcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step waits a moment only, and others have theirs."""
+    go, real, slow = threading.Event(), Matcher.fill, many[0]
+    slow.found.slow, many[1].found.slow = 1, 0
+    monkeypatch.setattr(masks, "PATIENCE", 0.0)
+
+    def fill_later(self: Matcher, bits: torch.Tensor) -> None:
+        assert self is not slow or go.wait(60)
+        real(self, bits)
+
+    want = torch.zeros(2, 128, dtype=torch.int32)
+    fill([slow.copy(), many[1].copy()], want)()
+    slow.found.slow = 1
+    monkeypatch.setattr(Matcher, "fill", fill_later)
+    got = torch.zeros(2, 128, dtype=torch.int32)
+    slow.punctual = many[1].punctual = False
+    ready = fill([slow, many[1]], got)
+    masks.threads(os.getpid())[0].submit(int).result()
+    assert ready() == [0]
+    assert slow.waits
+    assert many[1].mask is None
+    go.set()
+    slow.punctual = True
+    assert fill([slow], got[:1])() == []
+    assert torch.equal(got, want)
+    assert slow.mask is None
 
 
-def test_quick_masks_earn_nothing_that_slow_ones_may_spend() -> None:
-    """A grammar whose masks are quick for long may hold others up no longer than another."""
-    found = Compiled("", 0)
-    for _ in range(10_000):
+def test_the_first_mask_of_a_grammar_may_take_long() -> None:
+    found = Compiled("", 0)  # type: ignore[arg-type]
+    assert found.slow == 1
+    found.computed(0.1)
+    assert found.slow == 0
+    found.computed(0.1)
+    assert found.slow == structured.BESIDE
+    for _ in range(structured.BESIDE):
+        assert found.slow
         found.computed(1e-4)
-    for _ in range(3):
-        found.computed(0.4, 1 / 16)
-    assert "takes 400 ms" in found.error
-
-
-def test_the_first_mask_of_a_grammar_owes_nothing() -> None:
-    debts: WeakKeyDictionary[Compiled, float] = WeakKeyDictionary()
-    many = [Compiled("", 0, debts=debts) for _ in range(32)]
-    for found in many:
-        found.computed(0.1, 1 / 32)
-        for _ in range(100):
-            found.computed(1e-4, 1 / 32)
-    assert not any(found.error for found in many)
+    assert not found.slow

@@ -270,7 +270,7 @@ CHAIN = torch.tensor([[4.0, 1, 2, 1], [1, 1, 1, 1], [0, 5, 3, 2], [6, 0, 1, 3]])
 class Chain:
     """A model of four tokens, of which each depends on the one before."""
 
-    overlaps = reads_prompts = False
+    overlaps = reads_prompts = repeats = False
 
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:
         rows = rows_of(scheduled)

@@ -1,9 +1,8 @@
 """Structured output, penalties, biases, and what is asked about prompts."""
 
-import itertools
 import json
 import re
-import time
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from anybit.engine.llm import LLM
 from anybit.engine.masks import fill, unpacked
 from anybit.engine.schemas import json_rule
 from anybit.engine.sequence import SamplingParams
-from anybit.engine.structured import Grammars, Structured, by_number
+from anybit.engine.structured import Grammars, Matcher, Structured, by_number
 from anybit.errors import InvalidInput, InvalidType
 from tests.engine.conftest import PICO, one_thread
 
@@ -96,21 +95,33 @@ def test_a_grammar_that_cannot_go_on_is_an_error_and_no_end(llm: LLM) -> None:
         assert set(llm.engine.grammars._compiled) == kept
 
 
-def test_a_grammar_whose_masks_take_long_is_refused(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("known", [True, False])
+def test_a_grammar_whose_masks_take_long_holds_up_nobody(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """All its texts end, and it is not taken again; what runs beside it goes on."""
-    clock = itertools.count(0, 0.02)
-    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
-    slow = SamplingParams(n=4, max_tokens=100, structured=Structured(regex="[a-z ]{90}"))
-    several = llm.generate(["x", "y"], [slow, SamplingParams(max_tokens=60, ignore_eos=True)])
-    for text in several[0].completions:
-        assert text.finish == "error"
-        assert "takes 20 ms" in text.error
-        assert 2 < len(text.tokens) < 6  # 12 masks of four texts take a quarter of a second
-    assert several[1].completions[0].finish == "length"
-    with pytest.raises(InvalidInput, match="takes 20 ms; make it less ambiguous"):
-        llm.generate("x", SamplingParams(structured=Structured(regex="[a-z ]{90}")))
+    """Its text sits steps out, whether it is known to take long, and then goes on as ever."""
+    engine, go, real = llm.engine, threading.Event(), Matcher.fill
+    params = SamplingParams(max_tokens=12, seed=1, structured=Structured(regex="[a-z ]{90}"))
+    want = [llm.generate(prompt, params)[0].tokens for prompt in ("x", "y")]
+
+    def fill(self: Matcher, bits: torch.Tensor) -> None:
+        assert go.wait(60)
+        real(self, bits)
+
+    monkeypatch.setattr(Matcher, "fill", fill)
+    got: dict[str, list[int]] = {name: [] for name in ("x", "y", "plain")}
+    for name in ("x", "y"):
+        engine.add(name, llm.encode(name), params)
+        engine.requests[name][0].matcher.found.slow = int(known)
+    engine.add("plain", [5, 6], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    while engine.busy:
+        for delta in engine.step():
+            got[delta.request] += delta.tokens
+            assert not delta.error
+        if len(got["plain"]) == 20:
+            assert got["x"] == got["y"] == [] or go.is_set()
+            go.set()
+    assert [got["x"], got["y"]] == want
 
 
 def test_ends(llm: LLM) -> None:
