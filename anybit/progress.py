@@ -4,10 +4,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 SECONDS = 10.0  # between two lines of a log
 
+_shown: ContextVar[bool | None] = ContextVar("shown", default=None)  # as `progress` takes it
 _lines = False  # whether work without a terminal prints lines; commands do, the library does not
 
 
@@ -54,6 +56,16 @@ START = Parts()
 
 
 @contextmanager
+def shown(show: bool | None) -> Iterator[None]:
+    """What `progress` does inside, unless it is told."""
+    before = _shown.set(show)
+    try:
+        yield
+    finally:
+        _shown.reset(before)
+
+
+@contextmanager
 def progress(title: str, total: int, show: bool | None = None) -> Iterator[Progress]:
     """Yield a function to call after each step.
 
@@ -63,6 +75,7 @@ def progress(title: str, total: int, show: bool | None = None) -> Iterator[Progr
         show: False for silence, True for a bar; None for a bar on a terminal, and else for lines,
             if `print_lines` was called.
     """
+    show = _shown.get() if show is None else show
     if show is None and not sys.stderr.isatty() and _lines:
         yield _Lines(title, total)
     elif show or (show is None and sys.stderr.isatty()):

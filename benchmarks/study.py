@@ -397,7 +397,7 @@ class Work:
         scheme: Any = spec
         if spec.startswith("plan:"):
             data, bits = self.calibration(self.settings.samples // 4), float(spec[5:])
-            scheme = plan_formats(self.fresh(), data, bits, show_progress=False).plan
+            scheme = plan_formats(self.fresh(), data, bits).plan
         anybit.quantize_(model, scheme, quantizer, show_progress=False)
         if self.settings.keep and (spec, method) in KEPT:
             name = f"{spec}-{method}".translate(str.maketrans(":,=", "---"))

@@ -52,7 +52,6 @@ def calibrate_checkpoint(
     quantizer: Quantizer,
     *,
     overwrite: bool = False,
-    show_progress: bool | None = None,
 ) -> Report:
     """Quantize a transformers checkpoint from one directory to another with calibration.
 
@@ -65,7 +64,6 @@ def calibrate_checkpoint(
         spec: As in `quantize_`.
         quantizer: A calibrated quantizer with its data.
         overwrite: Replace a checkpoint in `out`.
-        show_progress: As in `quantize_`.
 
     Returns:
         What was done.
@@ -99,7 +97,7 @@ def calibrate_checkpoint(
         calibration = dataclasses.replace(calibration, work=partial)
         resumed = len(list(partial.glob("block_*.safetensors")))
         try:
-            calibrate(model, schemes, quantizer, calibration, show_progress, stored)
+            calibrate(model, schemes, quantizer, calibration, stored)
         except BaseException as error:
             refused = isinstance(error, InvalidInput) and not resumed  # as it would be again
             if refused or not any(partial.glob("block_*")):  # nothing to go on from

@@ -150,7 +150,6 @@ def rewrite(
     source: Path,
     out: Path,
     overwrite: bool,
-    show_progress: bool | None,
     title: str,
 ) -> tuple[int, int]:
     """Write all shards that are not there yet, then `out`.
@@ -160,7 +159,6 @@ def rewrite(
         source: The directory to read, whose other files are copied.
         out: The directory to write.
         overwrite: Replace a checkpoint in `out`, and an unfinished run of other settings.
-        show_progress: As in `quantize_`.
         title: Of the progress bar.
 
     Returns:
@@ -176,18 +174,18 @@ def rewrite(
     with held(partial):
         check_absent(out, overwrite)  # another run may have written it meanwhile
         begin(partial, work.manifest, overwrite)
-        return write_shards(work, source, out, partial, show_progress, title)
+        return write_shards(work, source, out, partial, title)
 
 
 def write_shards(
-    work: Rewrite, source: Path, out: Path, partial: Path, show_progress: bool | None, title: str
+    work: Rewrite, source: Path, out: Path, partial: Path, title: str
 ) -> tuple[int, int]:
     """As `rewrite`, when the directory of unfinished shards is there."""
     todo = [path for path in work.shards if not (partial / path).exists()]
     resumed = len(work.shards) - len(todo)
     try:
         check_space(partial, work.needed(todo))
-        with progress(title, work.source_bytes, show_progress) as step:
+        with progress(title, work.source_bytes) as step:
             for path, names in work.shards.items():
                 if path not in todo:
                     step(work.nbytes(names), f"{path} is done")

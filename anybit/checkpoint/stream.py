@@ -103,7 +103,6 @@ def quantize_checkpoint(
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    show_progress: bool | None = None,
 ) -> Report:
     """Quantize a transformers checkpoint in safetensors from one directory to another.
 
@@ -119,7 +118,6 @@ def quantize_checkpoint(
             `calibrate_checkpoint`.
         overwrite: Replace a checkpoint in `out`, and an unfinished run of other settings.
         shard_bytes: How much of the source goes into one file, which is what a kill may cost.
-        show_progress: As in `quantize_`.
 
     Returns:
         What was done.
@@ -141,7 +139,7 @@ def quantize_checkpoint(
         )
     source = dense_directory(check_paths(source, out, overwrite))
     work = plan_quantization(source, spec, quantizer, shard_bytes)
-    _, resumed = rewrite(work, source, out, overwrite, show_progress, "quantizing")
+    _, resumed = rewrite(work, source, out, overwrite, "quantizing")
     return report_of(work, out, resumed, started)
 
 

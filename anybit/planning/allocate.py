@@ -61,7 +61,6 @@ def plan_formats(
     candidates: Sequence[str] = (),
     quantizer: Quantizer | None = None,
     head: str | None = HEAD,
-    show_progress: bool | None = None,
 ) -> Allocation:
     """Choose a format per layer of least predicted loss under a budget of bits.
 
@@ -77,7 +76,6 @@ def plan_formats(
         quantizer: The one that will be used, whose own data is ignored; `Clip()` by default.
         head: The output head's format, which the budget does not count; None keeps it. Embeddings
             that share its weight share its codes.
-        show_progress: As in `quantize_`.
 
     Returns:
         The choice; its `plan` goes to `quantize_`.
@@ -112,9 +110,9 @@ def plan_formats(
             ids, needs = calibration.tokens(model), ("hessian", *quantizer.needs)
             prefix, _ = find_blocks(model, names)
             inside = [name for name in names if name.startswith(f"{prefix}.")]
-            gradients = squared_gradients(model, inside, ids, show_progress)
+            gradients = squared_gradients(model, inside, ids)
             loss = partial(predicted_kl, quantizer, gradients)
-        groups = sensitivities(model, names, ids, candidates, loss, needs, show_progress)
+        groups = sensitivities(model, names, ids, candidates, loss, needs)
     costs = [[o.bits for o in g.options] for g in groups]
     check_budget(bits, sum(map(min, costs)) / weights, candidates)
     chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], bits * weights)
@@ -283,7 +281,6 @@ def sensitivities(
     candidates: Sequence[str],
     loss: Loss,
     needs: tuple[str, ...],
-    show_progress: bool | None,
 ) -> list[Group]:
     """Predict the loss of each candidate for each group of a decoder's layers.
 
@@ -296,7 +293,6 @@ def sensitivities(
         candidates: Schemes to choose from.
         loss: Of one layer in one format.
         needs: The statistics that it needs.
-        show_progress: As in `quantize_`.
 
     Returns:
         The groups in the model's order.
@@ -305,7 +301,7 @@ def sensitivities(
     runner, groups = BlockRunner(model, blocks, ids), []
     with torch.no_grad():
         rehearse(runner, lambda index: on_device(blocks[index], runner.device))
-    with torch.no_grad(), progress("measuring layers", len(blocks), show_progress) as step:
+    with torch.no_grad(), progress("measuring layers", len(blocks)) as step:
         for index, block in enumerate(blocks):
             start = f"{prefix}.{index}."
             own = [n.removeprefix(start) for n in names if n.startswith(start)]
@@ -369,16 +365,13 @@ def options_of(
     return tuple(out)
 
 
-def squared_gradients(
-    model: nn.Module, names: Sequence[str], ids: Tensor, show_progress: bool | None = None
-) -> dict[str, Tensor]:
+def squared_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
     """Mean squared gradients of each layer's outputs over tokens.
 
     Args:
         model: A dense transformers model.
         names: Its layers.
         ids: Token ids (samples, length).
-        show_progress: As in `quantize_`.
 
     Returns:
         (N,) fp32 by layer; zeros for experts that no token reached.
@@ -392,7 +385,7 @@ def squared_gradients(
         squares = gradient.float().flatten(0, -2).square().sum(0)
         sums[name] = sums[name].to(squares.device) + squares
 
-    each_gradient(model, names, ids, lambda name, x: None, add, show_progress)
+    each_gradient(model, names, ids, lambda name, x: None, add)
     return {name: total / ids.numel() for name, total in sums.items()}
 
 

@@ -40,7 +40,7 @@ from anybit.nn.tied import (
     untied,
     untied_heads,
 )
-from anybit.progress import progress
+from anybit.progress import progress, shown
 from anybit.quantizers.base import Quantizer, planned, quantize_weight
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.embeddings import apart, quantize_embeddings
@@ -103,10 +103,10 @@ def quantize_(
     if is_linear(model) or isinstance(model, FakeLinear):
         alone = nn.ModuleDict({"layer": model})
         return quantize_(alone, spec, quantizer, show_progress=show_progress).layer  # type: ignore[return-value]
-    with unfaked(model) as schemes:
+    with unfaked(model) as schemes, shown(show_progress):
         if spec is None:
             spec = trained_for(model, schemes)
-        return quantized(model, spec, quantizer or RTN(), show_progress)
+        return quantized(model, spec, quantizer or RTN())
 
 
 def fake_quantize_(model: Module, spec: Spec | Plan | None) -> Module:
@@ -168,9 +168,7 @@ def trained_for(model: nn.Module, schemes: Mapping[str, str]) -> Plan:
     return {"*": None, **schemes}
 
 
-def quantized(
-    model: nn.Module, spec: Spec | Plan, quantizer: Quantizer, show_progress: bool | None
-) -> nn.Module:
+def quantized(model: nn.Module, spec: Spec | Plan, quantizer: Quantizer) -> nn.Module:
     """`quantize_` of a model without layers that round."""
     calibration = calibration_of(quantizer) if quantizer.needs else None
     schemes, plan = schemes_of(model, spec, quantizer)
@@ -186,9 +184,9 @@ def quantized(
             check_finite(parameter, name)
         quantize_embeddings(model, others, quantizer)
         if calibration is None:
-            quantize_weights(model, linear, quantizer, show_progress)
+            quantize_weights(model, linear, quantizer)
         elif linear:
-            calibrate(model, linear, quantizer, calibration, show_progress)
+            calibrate(model, linear, quantizer, calibration)
         forget_ties(model, sharing)
     model.anybit_formats = plan  # type: ignore[assignment]
     record(model, plan_in(model))
@@ -237,12 +235,10 @@ def quantized_plan(
     return schemes_in(model, plan), plan
 
 
-def quantize_weights(
-    model: nn.Module, schemes: Mapping[str, str], quantizer: Quantizer, show_progress: bool | None
-) -> None:
+def quantize_weights(model: nn.Module, schemes: Mapping[str, str], quantizer: Quantizer) -> None:
     """Quantize the named layers by their weights alone, in place."""
     total = sum(linear_at(model, name).weight.numel() for name in schemes)
-    with progress("quantizing", total, show_progress) as step:
+    with progress("quantizing", total) as step:
         for name, scheme in schemes.items():
             fmt, activation = parse_scheme(scheme)
             layer = linear_at(model, name)

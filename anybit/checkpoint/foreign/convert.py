@@ -128,7 +128,6 @@ def convert_checkpoint(
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    show_progress: bool | None = None,
 ) -> Converted:
     """Convert another tool's quantized checkpoint (safetensors or GGUF) to one of anybit's.
 
@@ -145,7 +144,6 @@ def convert_checkpoint(
             match wins. Other layers, and those of None, stay as they are.
         overwrite: As in `quantize_checkpoint`.
         shard_bytes: As in `quantize_checkpoint`.
-        show_progress: As in `quantize_`.
 
     Returns:
         What was done.
@@ -162,7 +160,7 @@ def convert_checkpoint(
     source = check_paths(source, out, overwrite)
     with opened(source) as found:
         work = plan_conversion(found, shard_bytes, to)
-        after, _ = rewrite(work, found.directory, out, overwrite, show_progress, "converting")
+        after, _ = rewrite(work, found.directory, out, overwrite, "converting")
     return Converted(
         out=out,
         method=work.method,

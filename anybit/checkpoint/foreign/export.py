@@ -88,7 +88,6 @@ def export_checkpoint(
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    show_progress: bool | None = None,
 ) -> Exported:
     """Write an anybit checkpoint in another tool's layout, with the same weights bit for bit.
 
@@ -100,7 +99,6 @@ def export_checkpoint(
         to: The other tool, one of `TARGETS`.
         overwrite: As in `quantize_checkpoint`.
         shard_bytes: As in `quantize_checkpoint`; a GGUF file holds everything.
-        show_progress: As in `quantize_`.
 
     Returns:
         What was done.
@@ -119,13 +117,13 @@ def export_checkpoint(
     if to == GGUF:
         from anybit.checkpoint.foreign.gguf_export import export_gguf
 
-        file = export_gguf(checkpoint_of(located(source)), out, overwrite, show_progress)
+        file = export_gguf(checkpoint_of(located(source)), out, overwrite)
         layers = Counter(file.kinds.values())
         took = time.monotonic() - started
         return Exported(out, GGUF, layers, file.dropped, (), file.nbytes, took)
     source = check_paths(source, out, overwrite)
     work = plan_export(source, shard_bytes)
-    after, _ = rewrite(work, source, out, overwrite, show_progress, "exporting")
+    after, _ = rewrite(work, source, out, overwrite, "exporting")
     layers = Counter(layer.name for layer in work.layers.values())
     notes = notes_of(work.layers, work.linears, work.apart)
     return Exported(out, TOOL, layers, work.dropped, notes, after, time.monotonic() - started)

@@ -36,9 +36,7 @@ WRITTEN = {kind.spec: name for name, kind in TYPES.items() if not kind.plus}  # 
 NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint8}
 
 
-def export_gguf(
-    source: Checkpoint, out: Path, overwrite: bool, show_progress: bool | None
-) -> "GgufFile":
+def export_gguf(source: Checkpoint, out: Path, overwrite: bool) -> "GgufFile":
     """Write the file, and return what it holds; see `export_checkpoint`."""
     block_sizes()  # the package is there
     if out.exists() and (out.is_dir() or not overwrite):
@@ -48,7 +46,7 @@ def export_gguf(
     check_space(out.parent, file.nbytes)
     partial = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
-        file.write(partial, show_progress)
+        file.write(partial)
         try_out(partial)
         sync(partial)
         os.replace(partial, out)
@@ -164,7 +162,7 @@ class GgufFile:
             shape = (len(parts), *shape)
         return kind, shape, int(np.prod(shape)) * size
 
-    def write(self, path: Path, show_progress: bool | None) -> None:
+    def write(self, path: Path) -> None:
         from gguf import GGMLQuantizationType, GGUFWriter
 
         writer = GGUFWriter(path, self.family.arch)
@@ -185,7 +183,7 @@ class GgufFile:
             writer.write_ti_data_to_file()
             for tensor in self.extra.values():
                 writer.write_tensor_data(tensor.numpy())
-            with progress("exporting", self.nbytes, show_progress) as step:
+            with progress("exporting", self.nbytes) as step:
                 for theirs, parts in self.parts.items():
                     data = [self.data(part).numpy() for part in parts]
                     writer.write_tensor_data(np.concatenate(data) if data[1:] else data[0])

@@ -57,7 +57,6 @@ def calibrate(
     schemes: Mapping[str, str],
     quantizer: Quantizer,
     calibration: Calibration,
-    show_progress: bool | None = None,
     stored: StoredBlocks | None = None,
 ) -> None:
     """Quantize layers in place, block by block, with a calibrated quantizer.
@@ -71,7 +70,6 @@ def calibrate(
         schemes: Schemes of the layers to quantize, by name.
         quantizer: Chooses the codes.
         calibration: The data to run the model on.
-        show_progress: As in `quantize_`.
         stored: Where the weights of blocks on the meta device are; each block is then in memory
             only while it is at work, and ends up in the work folder alone. For gradients all are
             in memory at once, on the CPU.
@@ -111,8 +109,8 @@ def calibrate(
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
             names = unfinished(schemes, lists[0], finished)
             with all_loaded(lists[0], stored if names else None):
-                gradients = output_gradients(model, names, data, show_progress) if names else {}
-        with progress("calibrating", sum(weights.values()), show_progress) as step:
+                gradients = output_gradients(model, names, data) if names else {}
+        with progress("calibrating", sum(weights.values())) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
                 for index, block in enumerate(found.modules):
                     start = f"{found.name}.{index}."

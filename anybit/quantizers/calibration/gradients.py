@@ -50,16 +50,13 @@ class Gradients(NamedTuple):
     weights: Tensor
 
 
-def output_gradients(
-    model: nn.Module, names: Sequence[str], ids: Tensor, show_progress: bool | None = None
-) -> dict[str, Gradients]:
+def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dict[str, Gradients]:
     """Gradients at the outputs of layers.
 
     Args:
         model: A dense language model, in memory.
         names: Linear layers.
         ids: Token ids (samples, length).
-        show_progress: As in `quantize_`.
 
     Returns:
         By name, moments on the CPU; zeros for experts that no token reached.
@@ -82,7 +79,7 @@ def output_gradients(
         found[name] = found.get(name, 0) + moments(gradient) / ids.numel()
         squares.setdefault(name, []).append(gradient.float().square().sum(-1).flatten())
 
-    each_gradient(model, names, ids, read, add, show_progress)
+    each_gradient(model, names, ids, read, add)
     for name in list(found):
         if not torch.isfinite(found[name]).all():
             raise InvalidInput(
@@ -114,7 +111,6 @@ def each_gradient(
     ids: Tensor,
     read: Callable[[str, Tensor], None],
     add: Callable[[str, Tensor], None],
-    show_progress: bool | None,
 ) -> None:
     """Run a model forwards and backwards, from tokens that are drawn from its own predictions.
 
@@ -124,7 +120,6 @@ def each_gradient(
         ids: Token ids (samples, length).
         read: Called with a layer and its input, in the order of the forward pass.
         add: Called with a layer and the gradient of the summed log-likelihood at its outputs.
-        show_progress: As in `quantize_`.
 
     Raises:
         InvalidInput: Predictions hold NaN or inf, or no gradient reached a layer that is no expert.
@@ -149,7 +144,7 @@ def each_gradient(
     handles = [linear_at(model, name).register_forward_hook(observe(name)) for name in names]
     try:
         model.requires_grad_(False)
-        with progress("gradients of predictions", ids.numel(), show_progress) as step:
+        with progress("gradients of predictions", ids.numel()) as step:
             at, samples = 0, 1  # the first sample shows how large logits are
             while at < len(ids):
                 part = ids[at : at + samples]
