@@ -47,7 +47,6 @@ EMPTY = {
     torch.ops.aten.new_empty_strided,
 }
 SEQUENTIAL = 512  # of them at most through recurrences, which go from token to token
-FAR = 1 << 11  # tokens of a text that shows what those before a token cost
 LONGEST = 1 << 14  # tokens of one sequence beside prompts: a single program reads all before it
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import anybit
 from anybit.checkpoint.foreign import exl3
-from anybit.checkpoint.foreign.base import Layer
+from anybit.checkpoint.foreign.base import Given, Layer
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
@@ -47,7 +47,7 @@ def tensors_of(bits: int, code: str, n: int = N, k: int = K) -> dict[str, np.nda
 def layer_of(place: Path, tensors: dict[str, Any]) -> Layer:
     named = {f"a.b.{name}": torch.from_numpy(array) for name, array in tensors.items()}
     save_file(named, place / "model.safetensors")
-    found = exl3.layers({}, read_header(place / "model.safetensors"))
+    found = exl3.layers(Given({}, read_header(place / "model.safetensors")))
     assert set(found["a.b"].tensors) == set(named)
     return found["a.b"]
 
@@ -110,7 +110,7 @@ def test_weights_are_those_of_the_published_layout(bits: int, code: str, tmp_pat
 def test_weights_are_those_of_exllamav3_s_kernels(name: str) -> None:
     path = Path(__file__).parent / "exl3.safetensors"
     stored = {key: s for key, s in read_header(path).items() if not key.endswith(".weight")}
-    layer = exl3.layers({}, stored)[name]
+    layer = exl3.layers(Given({}, stored))[name]
     packed = layer.read()
     assert isinstance(packed, Packed)
     values = packed.values().T.contiguous().half()
@@ -156,7 +156,7 @@ def test_a_model_and_its_head_are_converted(tmp_path: Path) -> None:
     report = convert_checkpoint(source, tmp_path / "out")
     assert len(report.formats) == len(names) + 1
     assert not report.decoded
-    found = exl3.layers({}, read_header(source / "model.safetensors"))
+    found = exl3.layers(Given({}, read_header(source / "model.safetensors")))
     model = anybit.load(tmp_path / "out")
     layers = dict(quantized_layers(model))
     assert set(layers) == set(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anybit.checkpoint.foreign.base import Layer
+from anybit.checkpoint.foreign.base import Given, Layer
 from anybit.checkpoint.foreign.convert import reader_of
 from anybit.core.packed import Packed
 from anybit.files.safetensors import read_header
@@ -22,7 +22,7 @@ def read(method: str, config: dict[str, Any], place: Path, tensors: dict[str, An
     """The layer "a.b" of a checkpoint with these tensors."""
     named = {f"a.b.{key}": as_tensor(value) for key, value in tensors.items()}
     save_file({k: v.contiguous() for k, v in named.items()}, place / "model.safetensors")
-    found = reader_of(method).layers(config, read_header(place / "model.safetensors"))
+    found = reader_of(method).layers(Given(config, read_header(place / "model.safetensors")))
     assert list(found) == ["a.b"]
     assert set(found["a.b"].tensors) == set(named)
     return found["a.b"]

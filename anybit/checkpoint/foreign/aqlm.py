@@ -5,27 +5,21 @@
 codes are signed and stand for themselves modulo 2**bits.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, option, parts
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Given, Layer, Part, option
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 from anybit.formats.codebook import Codebook
 
 WIDTHS = (*range(1, 9), 16)
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of an AQLM checkpoint."""
-    option(config, "out_group_size", (1,), "AQLM")
-    b = option(config, "nbits_per_codebook", WIDTHS, "AQLM", required=True)
-    return {part.name: layer(part, b) for part in parts("codebooks", stored)}
+    option(given.config, "out_group_size", (1,), "AQLM")
+    b = option(given.config, "nbits_per_codebook", WIDTHS, "AQLM", required=True)
+    return {part.name: layer(part, b) for part in given.parts("codebooks")}
 
 
 def layer(part: Part, b: int) -> Layer:

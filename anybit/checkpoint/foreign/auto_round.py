@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.foreign import awq, gptq
-from anybit.checkpoint.foreign.base import Layer, Naming, Part, option, parts
+from anybit.checkpoint.foreign.base import Given, Layer, Part, option
 from anybit.checkpoint.foreign.floats import FP8, float_layer
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 TOOL = "auto-round"
 GPTQ = {  # and whether zero points are stored minus 1
@@ -30,21 +29,20 @@ SPECIAL = re.compile(r"[*+?^$|()\[\]{}\\]")  # of patterns, and not of names
 NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of an AutoRound checkpoint."""
+    config = given.config
 
     def bits(part: Part, known: tuple[int, ...]) -> int:
-        return bits_of(config, (part.name, naming(part.name)), known)
+        return bits_of(config, (part.name, given.naming(part.name)), known)
 
     layout = option(config, "packing_format", (*GPTQ, *AWQ, *FLOATS), TOOL)
     if layout in FLOATS:
         return {
             part.name: float_weight(part, bits(part, (4, 8)))
-            for part in parts("weight_scale", stored)
+            for part in given.parts("weight_scale")
         }
-    found = parts("qweight", stored)
+    found = given.parts("qweight")
     if layout in AWQ:
         return {part.name: awq.layer(part) for part in found if bits(part, (4,))}
     first = GPTQ[layout]

@@ -6,38 +6,33 @@ qweight int32 (K, N / 8) and qzeros int32 (K / group, N / 8) hold eight columns 
 order of ORDER.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, option, parts, uniform
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Given, Layer, Part, option, uniform
 from anybit.checkpoint.foreign.bitfields import fields
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column ORDER[i] of its eight
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of an AWQ checkpoint."""
+    config = given.config
     key = "bits" if "bits" in config else "w_bit"
     option(config, key, (BITS,), "AWQ", required=True)
     keys = ("checkpoint_format", "format", "version")
     key = next((key for key in keys if config.get(key)), "version")
     option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
     option(config, "pack_dtype", ("int32",), "AWQ")
-    for name, tensor in stored.items():
+    for name, tensor in given.stored.items():
         of, _, key = name.rpartition(".")
-        if key == "scales" and f"{of}.qweight" not in stored and (tensor.read() != 1).any():
+        if key == "scales" and f"{of}.qweight" not in given.stored and (tensor.read() != 1).any():
             raise InvalidInput(
                 f"{name}: AWQ divides the outputs of an activation by it, which no layer of anybit "
                 "does; quantize the unquantized model with --method smooth instead"
             )
-    return {part.name: layer(part) for part in parts("qweight", stored)}
+    return {part.name: layer(part) for part in given.parts("qweight")}
 
 
 def layer(part: Part) -> Layer:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from anybit.formats.integer import Integer
 from anybit.formats.kquant import KQuant
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-Naming = Callable[[str], str]  # the model's name, which tools' settings go by, of a stored layer
 # Scales and zero points of queries, keys, values and probabilities, by the names of all tools.
 _SAID = r"(scale|scale_inv|scaling_factor|zero_point)"
 _WHAT = r"(q|k|v|kv|qkv|p|prob|attn|softmax|query|key|value)"
@@ -132,16 +131,26 @@ class Part:
         self.used += [f"{self.name}.{key}" for key in unread if self.has(key)]
 
 
-def parts(key: str, stored: Mapping[str, Stored]) -> list[Part]:
-    """The layers that have a tensor `<layer>.<key>`, each with all tensors below its name."""
-    found: dict[str, dict[str, Stored]] = {
-        name.removesuffix(f".{key}"): {} for name in stored if name.endswith(f".{key}")
-    }
-    for name, tensor in stored.items():
-        layer = owner(name, found)
-        if layer is not None:
-            found[layer][name] = tensor
-    return [Part(name, tensors) for name, tensors in found.items()]
+class Given(NamedTuple):
+    """A checkpoint of another tool.
+
+    config: its quantization_config. stored: its tensors. naming: what its settings call a layer.
+    """
+
+    config: Mapping[str, Any]
+    stored: Mapping[str, Stored]
+    naming: Callable[[str], str] = str
+
+    def parts(self, key: str) -> list[Part]:
+        """The layers that have a tensor `<layer>.<key>`, each with all tensors below its name."""
+        found: dict[str, dict[str, Stored]] = {
+            name.removesuffix(f".{key}"): {} for name in self.stored if name.endswith(f".{key}")
+        }
+        for name, tensor in self.stored.items():
+            layer = owner(name, found)
+            if layer is not None:
+                found[layer][name] = tensor
+        return [Part(name, tensors) for name, tensors in found.items()]
 
 
 def owner(name: str, layers: Collection[str]) -> str | None:

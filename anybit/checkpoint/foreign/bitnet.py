@@ -5,37 +5,31 @@ plus 1. W = number * weight_scale for transformers' "autobitlinear", and number 
 "bitlinear". Activations are quantized to int8, per token.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
     check_codes,
     option,
-    parts,
 )
 from anybit.checkpoint.foreign.floats import checked
 from anybit.core.packed import Packed
-from anybit.files.safetensors import Stored
 from anybit.formats.integer import Integer
 
 PER_BYTE = 4
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a BitNet checkpoint."""
+    config = given.config
     kind = option(config, "linear_class", ("bitlinear", "autobitlinear"), "bitnet")
     option(config, "quantization_mode", ("offline",), "bitnet")
     option(config, "use_rms_norm", (False,), "bitnet")  # of a layer's inputs
-    return {part.name: layer(part, kind == "bitlinear") for part in parts("weight_scale", stored)}
+    return {part.name: layer(part, kind == "bitlinear") for part in given.parts("weight_scale")}
 
 
 def layer(part: Part, divide: bool) -> Layer:

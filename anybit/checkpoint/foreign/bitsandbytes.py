@@ -11,19 +11,17 @@ Of int8, weight is int8 (N, K) and SCB fp32 (N,): W[n, k] = weight[n, k] * SCB[n
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, Layer, Naming, Part, option, parts, uniform
+from anybit.checkpoint.foreign.base import ANY, Given, Layer, Part, option, uniform
 from anybit.checkpoint.foreign.bitfields import unsigned
 from anybit.checkpoint.foreign.floats import checked
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 from anybit.formats.codebook import Codebook
 from anybit.formats.table4 import TABLES, Table4
 
@@ -33,14 +31,12 @@ OUTLIERS = "activations but for outliers were quantized to int8 there, and stay 
 STORAGE = ("uint8", "bfloat16", "float16", "float32")  # what the bytes of codes are called
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a bitsandbytes checkpoint."""
-    if config.get("load_in_8bit"):
-        return {part.name: rows_of_int8(part) for part in parts("SCB", stored)}
-    option(config, "bnb_4bit_quant_storage", STORAGE, "bitsandbytes")
-    return {part.name: layer(part) for part in parts("weight.absmax", stored)}
+    if given.config.get("load_in_8bit"):
+        return {part.name: rows_of_int8(part) for part in given.parts("SCB")}
+    option(given.config, "bnb_4bit_quant_storage", STORAGE, "bitsandbytes")
+    return {part.name: layer(part) for part in given.parts("weight.absmax")}
 
 
 def rows_of_int8(part: Part) -> Layer:

@@ -22,13 +22,12 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
     block_of,
     check_codes,
     option,
-    parts,
     symmetric,
     uniform,
 )
@@ -36,7 +35,6 @@ from anybit.checkpoint.foreign.bitfields import fields, unpack, unsigned
 from anybit.checkpoint.foreign.floats import float_layer
 from anybit.checkpoint.foreign.gptq import column_order
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 TOOL = "compressed-tensors"
 FORMAT = "pack-quantized"
@@ -59,10 +57,9 @@ UNORDERED = -1  # in weight_g_idx of layers that were not calibrated: columns ar
 DENSE_SINCE = (0, 19)  # the version from which codes cross words
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a compressed-tensors checkpoint."""
+    config = given.config
     option(config, "format", (*FORMATS, MIXED), TOOL, required=True)
     option(config, "quantization_status", ("compressed",), TOOL)
     option(config.get("sparsity_config") or {}, "format", ("dense",), f"{TOOL}: sparsity_config")
@@ -70,8 +67,8 @@ def layers(
     groups = [g for g in groups.values() if g.get("weights")] if isinstance(groups, dict) else []
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
-    for part in parts("weight_scale", stored):
-        group = group_of(part.name, naming(part.name), groups)
+    for part in given.parts("weight_scale"):
+        group = group_of(part.name, given.naming(part.name), groups)
         what = f"{TOOL}: {part.name}"
         floats = option(group["weights"], "type", ("int", "float"), what) == "float"
         own = group.get("format") or config["format"]

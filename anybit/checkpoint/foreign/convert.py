@@ -1,6 +1,6 @@
 """`anybit convert`: checkpoints of other tools, streamed tensor by tensor into ours.
 
-A tool is one module with one function, `layers(config, stored, naming)`, which says by headers,
+A tool is one module with one function, `layers(given)`, which says by headers,
 config and a few small tensors what every layer becomes; see `base.py`. What is exact is kept in
 codes.
 """
@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from anybit.checkpoint.architecture import QUANTIZATION_KEYS, bare_model
 from anybit.checkpoint.foreign import mlx
-from anybit.checkpoint.foreign.base import OF_CACHE, Layer, Naming, of_attention, owner
+from anybit.checkpoint.foreign.base import OF_CACHE, Given, Layer, of_attention, owner
 from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
 from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
 from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
@@ -433,11 +433,14 @@ def strays(names: Names, tensor: str) -> bool:
 
 
 def read_layers(
-    source: Path, config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
+    source: Path,
+    config: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    naming: Callable[[str], str] = str,
 ) -> tuple[str, dict[str, Layer]]:
     """The tool that quantized a checkpoint, and its quantized layers."""
     method, quantization = method_of(source, config)
-    found: dict[str, Layer] = reader_of(method).layers(quantization, stored, naming)
+    found: dict[str, Layer] = reader_of(method).layers(Given(quantization, stored, naming))
     if not found:
         codes = [n for n, t in stored.items() if t.torch_dtype in (*PACKED, *CODES)]
         raise InvalidInput(

@@ -7,27 +7,21 @@ n and n + 1 interleaved every 64 rows k, 16 rows in the order of one `mma`, and 
 of each four exchanged.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, Layer, Naming, Part, parts, uniform
+from anybit.checkpoint.foreign.base import ANY, Given, Layer, Part, uniform
 from anybit.checkpoint.foreign.floats import checked
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 TILE = 64  # rows k of a column that lie together
 ROWS = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])  # stored, of 16
 PLACES = [0, 2, 1, 3]  # stored, of 4 bytes
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a checkpoint of EETQ."""
-    return {part.name: layer(part) for part in parts("weight_scales", stored)}
+    return {part.name: layer(part) for part in given.parts("weight_scales")}
 
 
 def layer(part: Part) -> Layer:

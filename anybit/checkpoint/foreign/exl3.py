@@ -7,13 +7,10 @@ A tile's 256 codes are a string of bits in words of 32, high bits first, as `tre
 (K / 16, N / 16). Old checkpoints have signs of one bit, `su` and `sv`, instead of `suh` and `svh`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, Layer, Naming, Part, parts
+from anybit.checkpoint.foreign.base import ANY, Given, Layer, Part
 from anybit.core.packed import Packed
 from anybit.core.tiles import SIDE, join
 from anybit.errors import InvalidInput
@@ -24,11 +21,9 @@ BLOCK = 128
 MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}  # tensors that name a code hold its own
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of an EXL3 checkpoint. Each one says itself how it is stored."""
-    return {part.name: layer(part) for part in parts("trellis", stored)}
+    return {part.name: layer(part) for part in given.parts("trellis")}
 
 
 def layer(part: Part) -> Layer:

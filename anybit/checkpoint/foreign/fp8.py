@@ -5,15 +5,12 @@ float or an e8m0 for every block of `weight_block_size`. Experts may be e2m1, tw
 e8m0 for every 32 columns. AutoFP8 calls the same `weight_scale`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import FLOATS, Layer, Naming, Part, block_of, option, parts
+from anybit.checkpoint.foreign.base import FLOATS, Given, Layer, Part, block_of, option
 from anybit.checkpoint.foreign.floats import POWERS, float_layer
-from anybit.files.safetensors import Stored
 
 TOOL = "fp8"
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -21,13 +18,11 @@ BLOCKS = "activations were quantized to fp8 in blocks there, and stay in 16 bits
 WHOLE = "activations were quantized to fp8 by a fixed scale there, and stay in 16 bits here"
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of an FP8 checkpoint."""
-    option(config, "fmt", ("e4m3", "float8_e4m3fn"), TOOL)
-    block = block_of(config, "weight_block_size", TOOL)
-    found = [(part, key) for key in SCALES for part in parts(key, stored)]
+    option(given.config, "fmt", ("e4m3", "float8_e4m3fn"), TOOL)
+    block = block_of(given.config, "weight_block_size", TOOL)
+    found = [(part, key) for key in SCALES for part in given.parts(key)]
     return {part.name: layer(part, key, block) for part, key in found}
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, option, parts, uniform
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Given, Layer, Part, option, uniform
 from anybit.checkpoint.foreign.bitfields import unsigned
 from anybit.checkpoint.foreign.floats import checked
 from anybit.core.planes import unpack
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 TOOL = "gemma"
 BITS = (4, 2, 8)
@@ -29,14 +28,12 @@ SCALES = ("input_activation_scale", "output_activation_scale")
 NOTE = "activations were quantized to int8 by fixed scales there, and stay in 16 bits here"
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a "gemma" checkpoint."""
     out = {}
     for weight, scale in KEYS:
-        for part in parts(scale, stored):
-            bits = bits_of(naming(part.name), config)
+        for part in given.parts(scale):
+            bits = bits_of(given.naming(part.name), given.config)
             out[part.name] = layer(part, weight, scale, bits)
     return out
 

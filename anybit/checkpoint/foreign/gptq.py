@@ -7,9 +7,7 @@ low bits first, along K and along N. v1 stores zero - 1. With act-order (desc_ac
 group are not neighbours; they become so in our order of columns, see `Format.order`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,25 +15,22 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
     option,
-    parts,
     symmetric,
     uniform,
 )
 from anybit.checkpoint.foreign.bitfields import unpack
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 BITS = (2, 3, 4, 8)
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a GPTQ checkpoint."""
+    config = given.config
     key = "checkpoint_format" if config.get("checkpoint_format") else "format"
     act_order = option(config, "desc_act", (False, True), "GPTQ")
     layout = option(config, key, ("gptq", "gptq_v2"), "GPTQ")
@@ -47,9 +42,7 @@ def layers(
     other = ""
     if config.get("sym") is True and not varied:
         other = f"{key}: {'gptq_v2' if first else 'gptq'}"
-    return {
-        p.name: layer(p, bits, varied, first, act_order, other) for p in parts("qweight", stored)
-    }
+    return {p.name: layer(p, bits, varied, first, act_order, other) for p in given.parts("qweight")}
 
 
 def layer(

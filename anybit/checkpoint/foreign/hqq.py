@@ -7,15 +7,13 @@ With axis 0, a group is a column of q (group, N K / group): weights of one colum
 format of ours has groups across rows, so such layers are decoded.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.checkpoint.foreign.base import FLOATS, Layer, Naming, Part, check_codes, parts, uniform
+from anybit.checkpoint.foreign.base import FLOATS, Given, Layer, Part, check_codes, uniform
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 # packing: (bits of a code, codes in a word, dtype of words)
 PACKINGS = {
@@ -37,11 +35,9 @@ UNREAD = (  # how the weight was quantized, and how HQQ multiplies with it
 )
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of an HQQ checkpoint. Each one says itself how it is stored."""
-    return {part.name: layer(part) for part in parts("W_q", stored)}
+    return {part.name: layer(part) for part in given.parts("W_q")}
 
 
 def layer(part: Part) -> Layer:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from anybit.checkpoint.foreign.base import ANY, FLOATS, Layer, Naming, Part, affine, option, parts
+from anybit.checkpoint.foreign.base import ANY, FLOATS, Given, Layer, Part, affine, option
 from anybit.checkpoint.foreign.bitfields import unpack
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -23,18 +23,18 @@ BITS = (4, 2, 3, 5, 6, 8)
 STACKED = ".switch_mlp."
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a checkpoint of MLX."""
     own = {}
-    for part in parts("scales", stored):
+    for part in given.parts("scales"):
         name = part.name
-        if ".experts." in name and f"{name}.scales" in stored:  # by the name of their stack
+        if ".experts." in name and f"{name}.scales" in given.stored:  # by the name of their stack
             block, _, expert = name.partition(".experts.")
             name = block + STACKED + expert.partition(".")[2]
-        special = config.get(name)
-        own[part.name] = layer(part, {**config, **(special if isinstance(special, dict) else {})})
+        special = given.config.get(name)
+        own[part.name] = layer(
+            part, {**given.config, **(special if isinstance(special, dict) else {})}
+        )
     return own
 
 

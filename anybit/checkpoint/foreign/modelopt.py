@@ -7,9 +7,7 @@ dtypes and shapes say which of these a layer is. Inputs are multiplied by
 `<layer>.pre_quant_scale` (K,) where there is one.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +15,11 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
     decoded,
     option,
-    parts,
     uniform,
 )
 from anybit.checkpoint.foreign.floats import BYTES, checked, float_layer
@@ -52,19 +49,17 @@ FIXED = "activations were quantized there, and stay in 16 bits here"
 SMOOTHED = "its inputs have scales of their own (pre_quant_scale), which join the weight"
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a ModelOpt checkpoint."""
-    inner = config.get("quantization")
-    inner = inner if isinstance(inner, dict) else config
+    inner = given.config.get("quantization")
+    inner = inner if isinstance(inner, dict) else given.config
     usual = option(inner, "quant_algo", ALGORITHMS, "modelopt")
     option(inner, "has_zero_point", (False,), "modelopt")
     own = inner.get("quantized_layers")
     own = own if isinstance(own, dict) else {}
     out = {}
-    for part in parts("weight_scale", stored):
-        settings = own.get(naming(part.name), own.get(part.name))
+    for part in given.parts("weight_scale"):
+        settings = own.get(given.naming(part.name), own.get(part.name))
         settings = settings if isinstance(settings, dict) else {"quant_algo": usual}
         what = f"modelopt: {part.name}"
         option(settings, "has_zero_point", (False,), what)

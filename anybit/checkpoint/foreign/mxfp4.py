@@ -6,9 +6,8 @@ Biases are (experts, N). `one_by_one` shows every expert as a layer of its own.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from anybit.checkpoint.foreign.base import Layer, Naming, parts
+from anybit.checkpoint.foreign.base import Given, Layer
 from anybit.checkpoint.foreign.floats import float_layer
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
@@ -21,11 +20,9 @@ KEYS = {
 }
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a checkpoint like GPT-OSS's."""
-    return {part.name: float_layer(part, "blocks", "scales") for part in parts("blocks", stored)}
+    return {part.name: float_layer(part, "blocks", "scales") for part in given.parts("blocks")}
 
 
 def one_by_one(stored: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -8,9 +8,7 @@ all bytes, then the next, are the codes of rows of (N K / group, group). quanto_
 layers. The shape of a layer is the model's.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,31 +16,27 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
     affine,
     option,
-    parts,
     uniform,
 )
 from anybit.checkpoint.foreign.bitfields import unsigned
 from anybit.checkpoint.foreign.floats import checked, float_layer
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 TOOL = "quanto"
 NOTE = "activations were quantized by fixed scales there, and stay in 16 bits here"
 BITS = {"qint8": 8, "qint4": 4, "qint2": 2, "qfloat8": 0, "qfloat8_e4m3fn": 0}
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a checkpoint of quanto."""
     out = {}
-    for part in parts("weight._scale", stored):
-        own = config.get("layers", {}).get(part.name)
+    for part in given.parts("weight._scale"):
+        own = given.config.get("layers", {}).get(part.name)
         if not isinstance(own, dict):
             raise InvalidInput(f"{TOOL}: quanto_qmap.json does not name {part.name}")
         bits = BITS[option(own, "weights", tuple(BITS), f"{TOOL}: {part.name}", required=True)]

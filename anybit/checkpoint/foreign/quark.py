@@ -21,18 +21,16 @@ from anybit.checkpoint.foreign.awq import ORDER
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
     option,
-    parts,
     symmetric,
     uniform,
 )
 from anybit.checkpoint.foreign.bitfields import fields
 from anybit.checkpoint.foreign.floats import checked, float_layer
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 ELEMENTS = {
     "fp4": (2, 1),
@@ -46,20 +44,18 @@ PER_TOKEN = {"int8": "int8", "fp8_e4m3": "fp8"}
 NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a Quark checkpoint."""
-    export = config.get("export")
+    export = given.config.get("export")
     order = (
         option(
             export if isinstance(export, dict) else {}, "pack_method", ("reorder", "order"), "quark"
         )
         == "reorder"
     )
-    found = parts("weight_scale", stored)
+    found = given.parts("weight_scale")
     return {
-        part.name: layer(part, settings(config, part.name, naming(part.name)), order)
+        part.name: layer(part, settings(given.config, part.name, given.naming(part.name)), order)
         for part in found
     }
 

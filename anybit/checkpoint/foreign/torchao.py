@@ -13,9 +13,8 @@ half; scales and zeros are (K / group, N). Int4TilePackedTo4dTensor, in the orde
 side, (K / group, N, 2). Where the zeros are zeros, that is our int4.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +22,15 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    Given,
     Layer,
-    Naming,
     Part,
-    parts,
     symmetric,
     uniform,
 )
 from anybit.checkpoint.foreign.bitfields import fields
 from anybit.checkpoint.foreign.floats import FP8, POWERS, checked, checked_numbers, float_layer
 from anybit.errors import InvalidInput
-from anybit.files.safetensors import Stored
 
 BITS = 8
 DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
@@ -49,12 +46,10 @@ SHIFTED = "its groups have a float added to them (tinygemm's zero points)"
 NIBBLES = (0, 8, 16, 24, 1, 9, 17, 25)  # columns of a word's eight, beside 2 t of lane t
 
 
-def layers(
-    config: Mapping[str, Any], stored: Mapping[str, Stored], naming: Naming = str
-) -> dict[str, Layer]:
+def layers(given: Given) -> dict[str, Layer]:
     """The quantized layers of a torchao checkpoint."""
-    how = str(config.get("quant_type"))
-    return {part.name: with_tokens(layer(part), how) for part in parts(DATA, stored)}
+    how = str(given.config.get("quant_type"))
+    return {part.name: with_tokens(layer(part), how) for part in given.parts(DATA)}
 
 
 def with_tokens(found: Layer, how: str) -> Layer:
