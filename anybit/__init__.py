@@ -4,6 +4,7 @@ import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from anybit.core import names as _names
 from anybit.integrations import hook
 from anybit.version import __version__
 
@@ -120,4 +121,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *PUBLIC})
 
 
+def _formats() -> None:
+    """Register anybit's own formats: what looks for one stands below them, and is told here."""
+    from anybit import formats  # noqa: F401
+
+
+_names.builtin = _formats
 hook.install()

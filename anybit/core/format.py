@@ -9,16 +9,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from anybit.core import names as own_names
 from anybit.core import rotation
 from anybit.core.frame import Frame
 from anybit.core.groups import grouped, ungroup
-from anybit.core.names import explained, own_spec
 from anybit.errors import InvalidInput, InvalidType, near
 
 Grid = dict[str, Tensor]
@@ -385,8 +384,8 @@ def get_format(spec: "str | Format") -> Format:
         return spec
     if not isinstance(spec, str):
         raise InvalidType(f"a format is a string such as 'int4', or a Format, not {spec!r}")
-    register_builtin()
-    own = own_spec(spec)
+    own_names.builtin()
+    own = own_names.own_spec(spec)
     try:
         return parsed(own)
     except InvalidInput:
@@ -406,7 +405,7 @@ def parsed(spec: str) -> Format:
     name, _, rest = spec.strip().partition(":")
     if name not in FORMATS:
         known = f"{near(name, FORMATS)}; known: {', '.join(sorted(FORMATS))}"
-        why = explained(name)
+        why = own_names.explained(name)
         where = "" if name == spec else f" in {spec!r}"
         raise InvalidInput(f"unknown format {name!r}{where}" + (f": {why}" if why else known))
     fmt = FORMATS[name].from_spec(name, [a.strip() for a in rest.split(",") if a.strip()])
@@ -474,10 +473,5 @@ def read_options(
 
 def known_formats() -> Iterator[tuple[str, type[Format]]]:
     """Registered names and classes, in the order of registration."""
-    register_builtin()
+    own_names.builtin()
     return iter(FORMATS.items())
-
-
-def register_builtin() -> None:
-    """Register anybit's own formats, which import this module."""
-    import_module("anybit.formats")

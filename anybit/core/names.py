@@ -1,7 +1,9 @@
 """Names that other tools give to formats: what anybit calls them, or why it has none."""
 
 import re
+from collections.abc import Callable
 
+builtin: Callable[[], object]  # registers anybit's own formats; the package says what that is
 ALIASES = {  # of llm-compressor and vLLM, MLX and bitsandbytes, llama.cpp
     "w4a16": "int4:group=128",
     "w4a16_asym": "int4:group=128,zero",
