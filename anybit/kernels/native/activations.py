@@ -108,7 +108,6 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
     count, k = isa.floats, f.number("k")
     size = 4 if source == F32 else 2
     kind = vec(count, F32)
-    one = f.integer(1)
 
     def parts(row: Value, each: Callable[[int, Value, Value], None]) -> None:
         """Call each(lanes, column, numbers) for whole vectors, then for single numbers."""
@@ -118,7 +117,7 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
         with f.loop(whole, k) as at:
             each(1, at, _real(f, f.load(vec(1, source), row, at * size)))
 
-    with f.chunks(f.address("next"), one, f.number("m")) as (t, _):
+    with f.chunks(1, f.number("m")) as (t, _):
         row = f.at(f.pointer("x"), t * f.number("stride"))
         to = f.at(f.pointer("to"), t * k)
         largest = f.variable(f.zero(kind))
@@ -135,7 +134,7 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
             a, b = (f.shuffle(top, top, range(i, i + left // 2)) for i in (0, left // 2))
             top = f.call(a.kind, f"llvm.maximum.v{left // 2}f32", a, b)
         scale = f.lane(top, 0) // 127
-        scale = f.select(f.compare("oeq", scale, f.constant(0, F32)), f.constant(1, F32), scale)
+        scale = f.select(f.compare("oeq", scale, 0), f.constant(1, F32), scale)
         f.store(scale, f.pointer("scale"), t << 2)
 
         def divide(lanes: int, at: Value, x: Value) -> None:
@@ -167,7 +166,7 @@ def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
 def fixer(isa: Isa) -> build.Kernel:
     f = Function("fixed", ("next", "x", "stride", "k", "m", "to", "scale"))
     k = f.number("k")
-    with f.chunks(f.address("next"), f.integer(1), f.number("m")) as (t, _):
+    with f.chunks(1, f.number("m")) as (t, _):
         row = f.at(f.pointer("x"), t * f.number("stride"))
         to = f.at(f.pointer("to"), t * k * 2)
         tops = {n: f.variable(f.constant(0, several(F32, n))) for n in (isa.floats, 1)}
@@ -180,13 +179,13 @@ def fixer(isa: Isa) -> build.Kernel:
         top = maximum(f, largest(f, tops[isa.floats].get()), tops[1].get())
         exponent = f.bits(top, I32) >> 23
         above = (f.bits(top, I32) + (1 << 16)) >> 23  # one more for the largest mantissa
-        high = f.compare("ugt", above, f.constant(15, I32))
+        high = f.compare("ugt", above, 15)
         power = f.select(high, above, f.constant(15, I32))
         nan = f.bits(f.constant(0x7FC00000, I32), F32)
         scale = f.bits((power - 14) << 23, F32)
-        finite = f.compare("ult", exponent, f.constant(255, I32))
+        finite = f.compare("ult", exponent, 255)
         f.store(f.select(finite, scale, nan), f.pointer("scale"), t << 2)
-        inverse = f.bits((f.constant(268, I32) - power) << 23, F32)
+        inverse = f.bits((268 - power) << 23, F32)
 
         def move(i: Value, count: int) -> None:
             some = read(f, BF16, row, i * 2, count) * every(f, inverse, count)
@@ -216,7 +215,7 @@ def _pack(spec: Packing) -> Function:
     units = f.number("units")
     bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1, I16: 2}[spec.source]
     rest = f.allocate(I8, unit * bytes_)
-    with f.chunks(f.address("next"), tokens, m) as (first, last):
+    with f.chunks(tokens, m) as (first, last):
         left = m - first
         # A last part that is smaller than the others lies closer, unless it is the only one.
         few = f.compare("sgt", tokens, m)
@@ -231,12 +230,12 @@ def _pack(spec: Packing) -> Function:
             with f.loop(0, units) as u:
                 source = f.at(row, u * (unit * bytes_))
                 there = k - u * unit
-                with f.when(f.compare("slt", there, f.integer(unit))):
+                with f.when(f.compare("slt", there, unit)):
                     with f.loop(0, unit * bytes_) as i:
                         f.store(f.zero(I8), rest, i)
                     with f.loop(0, there * bytes_) as i:
                         f.store(f.load(I8, source, i), rest, i)
-                whole = f.compare("sge", there, f.integer(unit))
+                whole = f.compare("sge", there, unit)
                 some = f.load(vec(unit, spec.source), f.select(whole, source, rest))
                 numbers = _convert(f, operand, some)
                 if operand.order() != list(range(unit)):

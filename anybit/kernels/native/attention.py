@@ -181,14 +181,14 @@ class _Attend:
         with f.loop(0, f.number("sequences")) as b:
             context = self._word("contexts", b)
             longest.set(larger(f, longest.get(), context))
-            there.set(f.select(f.compare("sgt", context, f.integer(0)), b + 1, there.get()))
+            there.set(f.select(f.compare("sgt", context, 0), b + 1, there.get()))
             if spec.several:
                 own = self._word("starts", b + 1) - self._word("starts", b)
                 most.set(larger(f, most.get(), own))
         used = (longest.get() + (PART - 1)) // PART
         tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
         total = there.get() * tiles * self.kv_heads * used
-        with f.chunks(f.address("next"), f.integer(1), total) as (unit, _):
+        with f.chunks(1, total) as (unit, _):
             part, rest = unit % used, unit // used
             self.head, rest = rest % self.kv_heads, rest // self.kv_heads
             tile, b = rest % tiles, rest // tiles
@@ -213,7 +213,7 @@ class _Attend:
         f, spec = self.function, self.spec
         self.stop, self.step, group = stop, parts, f.integer(self.group)
         # Whole vectors before the first one's window are left out.
-        skipped = larger(f, self._seen(self.row) - self.start, f.integer(0))
+        skipped = larger(f, self._seen(self.row) - self.start, 0)
         self.first = self.start + skipped // self.lanes * self.lanes
         first = self.row * self.heads + self.head * self.group  # of the tile's query heads
         self.sums = f.at(f.pointer("sums"), (first * parts + part) * 8)
@@ -332,7 +332,7 @@ class _Attend:
         if self.spec.capped:
             cap = f.splat(f.load(F32, self.function.address("cap")), lanes)
             double = exp(f, (score + score) // cap)
-            score = cap * (f.constant(1, cap.kind) - f.constant(2, cap.kind) // (double + 1))
+            score = cap * (1 - 2 // (double + 1))
         tokens = f.splat(t, lanes) + _counting(f, lanes)
         row = self.row + g // self.group if self.spec.several else self.row
         outside = [f.splat(bound, lanes) for bound in (self._seen(row), row + self.past)]
@@ -388,7 +388,7 @@ class _Attend:
                 f.store(x, outs, self._place(g) * self.step * (4 * self.dim) + 4 * j)
 
 
-def larger(f: Function, a: Value, b: Value) -> Value:
+def larger(f: Function, a: Value, b: Value | int) -> Value:
     """The larger of two integers."""
     return f.select(f.compare("sgt", a, b), a, b)
 
@@ -432,14 +432,14 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
             for name in ("first", "last")
         )
     count = f.number("rows") - begin
-    with f.chunks(f.address("next"), f.integer(1), count) as (unit, _):
+    with f.chunks(1, count) as (unit, _):
         row = unit + begin
         sums = f.at(f.pointer("sums"), row * parts * 8)
         outs = f.at(f.pointer("outs"), row * parts * (4 * dim))
         end = f.load(I32, f.pointer("ends"), row // heads << 2)
         used = (f.cast("sext", end, ir.I64) + (PART - 1)) // PART
         if several:
-            used = f.select(f.compare("slt", row, stop), used, f.integer(0))
+            used = f.select(f.compare("slt", row, stop), used, 0)
         most = f.variable(f.constant(LEAST, F32))
         if sinks:
             sink = f.load(F32, f.pointer("sinks"), row % heads << 2)
@@ -451,15 +451,15 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
         channels = [f.variable(f.constant(0, kind)) for _ in range(dim // lanes)]
         with f.loop(0, used) as p:
             some = f.load(F32, sums, (p << 3) + 4)
-            with f.when(f.compare("une", some, f.constant(0, F32))):  # NaN is not left out
+            with f.when(f.compare("une", some, 0)):  # NaN is not left out
                 weight = exp(f, f.load(F32, sums, p << 3) - most.get())
                 total.set(f.fma(some, weight, total.get()))
                 for i, channel in enumerate(channels):
                     x = f.load(kind, outs, p * (4 * dim) + 4 * lanes * i)
                     channel.set(f.fma(x, f.splat(weight, lanes), channel.get()))
         some = total.get()
-        nothing = f.compare("oeq", some, f.constant(0, F32))
-        factor = f.splat(f.constant(1, F32) // f.select(nothing, f.constant(1, F32), some), lanes)
+        nothing = f.compare("oeq", some, 0)
+        factor = f.splat(1 // f.select(nothing, f.constant(1, F32), some), lanes)
         for i, channel in enumerate(channels):
             y = rounded(f, isa, channel.get() * factor, dtype)
             f.store(y, f.pointer("out"), row * (dim * size) + size * lanes * i)

@@ -175,7 +175,7 @@ class _Write:
         self.row = f.allocate(F32, dim)
         total = f.number("tokens") * all_heads
         with (
-            f.chunks(f.address("next"), f.integer(HEADS), total) as (first, last),
+            f.chunks(HEADS, total) as (first, last),
             f.loop(first, last) as unit,
         ):
             t, head = unit // all_heads, unit % all_heads
@@ -196,13 +196,13 @@ class _Write:
                 for i in self.vectors:
                     f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * size)
             slot = self._token("slots", t)
-            with f.when(f.compare("sge", slot, f.integer(0))):
+            with f.when(f.compare("sge", slot, 0)):
                 block = f.number("block")
                 for which, first in (("k", heads), ("v", heads + kv_heads)):
                     mine = head - first
                     page = slot // block * kv_heads + mine
                     with (
-                        f.when(f.compare("sge", mine, f.integer(0))),
+                        f.when(f.compare("sge", mine, 0)),
                         f.when(f.compare("slt", mine, kv_heads)),
                     ):
                         if cache.kind(which) == "int4":
@@ -224,7 +224,7 @@ class _Write:
         for i in self.vectors:
             squares = f.fma(self._at(i), self._at(i), squares)
         mean = f.sum(squares) * (1 / cache.dim)
-        inverse = f.constant(1, F32) // root(f, mean + f.load(F32, self.function.address("eps")))
+        inverse = 1 // root(f, mean + f.load(F32, self.function.address("eps")))
         for i in self.vectors:
             x = through(f, cache.isa, self._at(i) * f.splat(inverse, cache.lanes), weight)
             x = x * read(f, weight, weights, i * BYTES[weight], cache.lanes)
@@ -284,7 +284,7 @@ class _Write:
         least, most = (
             self._largest([self._at(first + i) * sign for i in starts]) for sign in (-1, 1)
         )
-        scale = (least + most) // f.constant(MOST, F32)
+        scale = (least + most) // MOST
         scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
         numbers = [f.cast("fptrunc", x, "half") for x in (scale, least * -1)]
         for i, number in enumerate(numbers):
@@ -312,7 +312,7 @@ class _Write:
             most = f.constant(0, single)
             for i in self.vectors:
                 most = maximum(f, most, magnitude(f, self._at(i)))
-            scale = largest(f, most) // f.constant(LARGEST, F32)
+            scale = largest(f, most) // LARGEST
             scale = maximum(f, scale, f.constant(1e-10, F32))
             f.store(scale, scales, place << 2)
         for i in self.vectors:

@@ -93,7 +93,7 @@ class _Rows:
         self.lanes = spec.isa.floats * (2 if self.pairs else 1)
         self.m, self.n, self.k = (f.number(name) for name in "mnk")
         with (
-            f.chunks(f.address("next"), f.number("chunk"), self.n) as (first, last),
+            f.chunks(f.number("chunk"), self.n) as (first, last),
             f.loop(first, last, spec.rows) as r,
         ):
             r = f.smaller(r, self.n - spec.rows)

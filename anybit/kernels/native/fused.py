@@ -110,7 +110,7 @@ def norm_kernel(spec: Norm) -> build.Kernel:
     f = Function("norm", NORM)
     n, size, lanes = f.number("n"), BYTES[spec.dtype], spec.isa.floats
     eps = f.load(F32, f.address("eps"), align=4)
-    with f.chunks(f.address("next"), f.integer(1), f.number("m")) as (t, _):
+    with f.chunks(1, f.number("m")) as (t, _):
         x = f.at(f.pointer("x"), t * f.number("x_stride"))
         out, total = (f.at(f.pointer(name), t * n * size) for name in ("out", "total"))
         delta = f.at(f.pointer("delta"), t * f.number("delta_stride"))
@@ -127,7 +127,7 @@ def norm_kernel(spec: Norm) -> build.Kernel:
         along(f, 0, n, lanes, add)
         squares = f.sum(sums[lanes].get()) + sums[1].get()
         mean = squares // f.cast("uitofp", n, F32)
-        inverse = f.constant(1, F32) // root(f, mean + eps)
+        inverse = 1 // root(f, mean + eps)
         source = total if spec.adds else x
 
         def scale(i: Value, count: int) -> None:
@@ -169,7 +169,7 @@ def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
     f = Function("gated", GATED)
     n, parts, size = f.number("n"), f.number("parts"), BYTES[dtype]
-    with f.chunks(f.address("next"), f.integer(1), f.number("m") * parts) as (unit, _):
+    with f.chunks(1, f.number("m") * parts) as (unit, _):
         t, first = unit // parts, unit % parts * PART
         gate, up = (
             f.at(f.pointer(name), t * f.number(f"{name}_stride")) for name in ("gate", "up")
@@ -183,7 +183,7 @@ def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
                 cubic = f.fma(x * x, f.constant(0.044715, x.kind), f.constant(1, x.kind))
                 z = x * cubic * (2 * math.sqrt(2 / math.pi))
             one = f.constant(1, x.kind)
-            y = x // (one + exp(f, f.constant(0, x.kind) - z))
+            y = x // (one + exp(f, 0 - z))
             y = through(f, isa, y, dtype) if gelu else y
             y = y * read(f, dtype, up, i * size, count)
             f.store(rounded(f, isa, y, dtype), out, i * size)
@@ -204,8 +204,8 @@ def convert(x: Tensor, out: Tensor) -> None:
 @cache
 def copy_kernel(isa: Isa, source: str, target: str) -> build.Kernel:
     f = Function("convert", COPY)
-    chunk, n = f.integer(PART), f.number("n")
-    with f.chunks(f.address("next"), chunk, n) as (first, last):
+    n = f.number("n")
+    with f.chunks(PART, n) as (first, last):
 
         def move(i: Value, count: int) -> None:
             some = read(f, source, f.pointer("from"), i * BYTES[source], count)

@@ -232,7 +232,7 @@ class _Product:
         high = self.strip // BAND if bands else self.strip
         self.sums = f.at(self.tile, high * part * (self.vectors * self.size))
         n = f.number("n")
-        with f.chunks(f.address("next"), self.strip, n) as (self.first, self.last):
+        with f.chunks(self.strip, n) as (self.first, self.last):
             self.height = self.last - self.first
             with f.loop(0, (self.blocks + part - 1) // part) as i:
                 self._part(i * part, f.smaller((i + 1) * part, self.blocks))
@@ -260,7 +260,7 @@ class _Product:
         with f.loop(0, whole, TOKENS) as t:
             self._panel(t, TOKENS, start, long)
         for rest in range(1, TOKENS):
-            with f.when(f.compare("eq", self.m - whole, f.integer(rest))):
+            with f.when(f.compare("eq", self.m - whole, rest)):
                 self._panel(whole, rest, start, long)
 
     def _panel(self, t: Value, tokens: int, start: Value, long: Value) -> None:
@@ -268,7 +268,7 @@ class _Product:
         f, operand, size = self.function, self.operand, self.size
         place = t * self.long + start * (self.vectors * tokens)
         panel = f.at(self.function.pointer("x"), place * size)
-        fresh = f.compare("eq", start, f.integer(0))
+        fresh = f.compare("eq", start, 0)
         zero = f.zero(operand.sums)
         with f.loop(0, self.height, self.rows) as j:
             block = f.at(self.tile, j * long * size)
@@ -328,7 +328,7 @@ class _Bands(_Product):
         with f.loop(0, whole, BAND_TOKENS) as t:
             self._panel(t, BAND_TOKENS, start, steps)
         for rest in range(1, BAND_TOKENS):
-            with f.when(f.compare("eq", self.m - whole, f.integer(rest))):
+            with f.when(f.compare("eq", self.m - whole, rest)):
                 self._panel(whole, rest, start, steps)
 
     def _panel(self, t: Value, tokens: int, start: Value, long: Value) -> None:
@@ -346,7 +346,7 @@ class _Bands(_Product):
                 weight = f.load(operand.vector, self.tile, at)
                 for total, number in zip(sums, numbers, strict=True):
                     total.set(operand.dot(f, total.get(), weight, number))
-        fresh = f.compare("eq", start, f.integer(0))
+        fresh = f.compare("eq", start, 0)
         for v, sums in enumerate(totals):
             for i, total in enumerate(sums):
                 to = f.at(self.sums, ((t + i) * self.strip + v * operand.isa.floats) * 4)

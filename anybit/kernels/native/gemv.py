@@ -91,7 +91,7 @@ class _Rows:
         x_step = operand.units * operand.vectors * operand.isa.bits // 8 * spec.m
         zero = f.zero(operand.totals)
         with (
-            f.chunks(f.address("next"), f.number("chunk"), n) as (first, last),
+            f.chunks(f.number("chunk"), n) as (first, last),
             f.loop(first, last) as r,
         ):
             tails = self._read_scales(r)
@@ -210,7 +210,7 @@ class _Bands:
         step, zero = spec.codes.block_bytes(), f.zero(operand.totals)
         bands = (f.number("n") + (BAND - 1)) // BAND
         with (
-            f.chunks(f.address("next"), f.number("chunk"), bands) as (first, last),
+            f.chunks(f.number("chunk"), bands) as (first, last),
             f.loop(first, last) as r,
         ):
             w = f.at(f.pointer("w"), r * blocks * step)

@@ -38,11 +38,13 @@ class Value:
     def __init__(self, function: "Function", text: str, kind: str):
         self.function, self.text, self.kind = function, text, kind
 
+    def like(self, other: "Value | float") -> "Value":
+        """A number of Python's as a constant of this type."""
+        return other if isinstance(other, Value) else self.function.constant(other, self.kind)
+
     def _binary(self, whole: str, real: str, other: "Value | float") -> "Value":
-        f = self.function
-        b = other if isinstance(other, Value) else f.constant(other, self.kind)
-        name = real if scalar(self.kind) in (F32, BF16) else whole
-        return f.emit(f"{name} {self.kind} {self.text}, {b.text}", self.kind)
+        b, name = self.like(other), real if scalar(self.kind) in (F32, BF16) else whole
+        return self.function.emit(f"{name} {self.kind} {self.text}, {b.text}", self.kind)
 
     def __add__(self, other: "Value | float") -> "Value":
         return self._binary("add", "fadd", other)
@@ -55,6 +57,12 @@ class Value:
 
     def __floordiv__(self, other: "Value | float") -> "Value":
         return self._binary("udiv", "fdiv", other)
+
+    def __rsub__(self, other: float) -> "Value":
+        return self.like(other) - self
+
+    def __rfloordiv__(self, other: float) -> "Value":
+        return self.like(other) // self
 
     def __mod__(self, other: "Value | float") -> "Value":
         return self._binary("urem", "frem", other)
@@ -217,13 +225,15 @@ class Function:
             kind,
         )
 
-    def compare(self, how: str, a: Value, b: Value) -> Value:
+    def compare(self, how: str, a: Value, other: Value | float) -> Value:
         """icmp, or fcmp for numbers with a fraction; the result is i1 or a vector of them."""
+        b = a.like(other)
         word = "fcmp" if scalar(a.kind) == F32 else "icmp"
         truth = vec(lanes(a.kind), "i1") if a.kind.startswith("<") else "i1"
         return self.emit(f"{word} {how} {a.kind} {a.text}, {b.text}", truth)
 
-    def select(self, truth: Value, a: Value, b: Value) -> Value:
+    def select(self, truth: Value, a: Value, other: Value | float) -> Value:
+        b = a.like(other)
         return self.emit(
             f"select {truth.kind} {truth.text}, {a.kind} {a.text}, {b.kind} {b.text}", a.kind
         )
@@ -297,14 +307,14 @@ class Function:
         self.lines.append(f"br label %{done}\n{done}:")
 
     @contextmanager
-    def chunks(self, counter: Value, size: Value, total: Value) -> Iterator[tuple[Value, Value]]:
+    def chunks(self, size: Value | int, total: Value) -> Iterator[tuple[Value, Value]]:
         """Parts [from, to) of range(total) that this thread takes, until none are left.
 
-        counter: the address of a number that all threads share; it counts parts from zero.
+        `next` among the names is a number that all threads share; it counts parts from zero.
         """
         test, body, done = self._label(), self._label(), self._label()
         self._block(test)
-        start = self.take(counter, 1) * size
+        start = self.take(self.address("next"), 1) * size
         more = self.compare("slt", start, total)
         self.lines.append(f"br i1 {more.text}, label %{body}, label %{done}\n{body}:")
         yield start, self.smaller(start + size, total)

@@ -56,19 +56,19 @@ def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
     row, blocks = f.number("row"), f.number("blocks")
     zeros = f.allocate(I8, size)
     with (
-        f.chunks(f.address("next"), f.number("chunk"), f.number("n")) as (first, last),
+        f.chunks(f.number("chunk"), f.number("n")) as (first, last),
         f.loop(first, last) as r,
         f.loop(0, blocks) as b,
     ):
         source = f.at(f.pointer("from"), r * row + b * size)
         target = f.at(f.pointer("to"), r * f.number("span") + b * f.number("step"))
         left = f.number("left") - b * size
-        with f.when(f.compare("slt", left, f.integer(size))):  # a part of a block
+        with f.when(f.compare("slt", left, size)):  # a part of a block
             with f.loop(0, size) as i:
                 f.store(f.zero(I8), zeros, i)
             with f.loop(0, left) as i:
                 f.store(f.load(I8, source, i), zeros, i)
-        whole = f.compare("sge", left, f.integer(size))
+        whole = f.compare("sge", left, size)
         source = f.select(whole, source, zeros)
         for v in range(many):
             _vector(f, f.at(source, 64 * v), f.at(target, 64 * v), width)
@@ -118,7 +118,7 @@ def band_kernel(width: int, isa: Isa) -> build.Kernel:
     last_row, count = f.number("n") - 1, f.number("words")
     kind, mask = vec(BAND, I32), (1 << width) - 1
     with (
-        f.chunks(f.address("next"), f.integer(1), f.number("bands")) as (band, _),
+        f.chunks(1, f.number("bands")) as (band, _),
         f.loop(0, f.number("blocks")) as b,
     ):
         rows = [f.smaller(band * BAND + r, last_row) * f.number("row") for r in range(BAND)]

@@ -32,9 +32,8 @@ def rotate_kernel(isa: Isa, dtype: str, vector: str, size: int, after: bool) -> 
     f = Function("rotate", NAMES)
     row, lanes = f.number("row"), min(isa.floats, size)
     starts = range(0, size, lanes)
-    chunk = f.integer(PART // size)
     with (
-        f.chunks(f.address("next"), chunk, f.number("units")) as (first, last),
+        f.chunks(PART // size, f.number("units")) as (first, last),
         f.loop(first, last) as unit,
     ):
         t, at = unit // row, unit % row * size

@@ -118,7 +118,7 @@ class Lookup:
 
     def begin(self, f: Function, row: Value, above: Value) -> None:
         """Decode this row; above: bytes from its lanes to those of the rows above."""
-        second = f.cast("trunc", f.integer(0) - (row >> 3 & 1), I16)
+        second = f.cast("trunc", 0 - (row >> 3 & 1), I16)
         self.second, self.above = f.splat(second, self.lanes), above
 
     def columns(self, f: Function, block: Value, first: int, count: int) -> Value:

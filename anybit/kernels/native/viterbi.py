@@ -78,7 +78,7 @@ class _Paths:
         self.costs = f.at(f.pointer("scratch"), mine)
         self.back = f.at(self.costs, 8 * ends)
         self.table = f.pointer("table")
-        with f.chunks(f.address("next"), f.integer(1), f.number("count")) as (at, _):
+        with f.chunks(1, f.number("count")) as (at, _):
             self.x = f.at(f.pointer("x"), at * (steps * spec.width * 4))
             out = f.at(f.pointer("out"), at * (steps * 4))
             last = self._pass(steps - spec.lead, 2 * spec.lead, None)
@@ -129,7 +129,7 @@ class _Paths:
             f.splat(f.load(F32, self.x, (step * spec.width + i) << 2), n) for i in range(spec.width)
         ]
         base = f.load(F32, costs)  # taken off, so that costs stay small
-        far = f.compare("ogt", base, f.constant(FAR / 2, F32))
+        far = f.compare("ogt", base, FAR / 2)
         base = f.splat(f.select(far, f.constant(0, F32), base), n)
         together = min(TOGETHER, spec.ends // n)
         tops = 1 << spec.bits
