@@ -3,6 +3,7 @@
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8
 
@@ -45,6 +46,15 @@ class Program:
             use_pdl=self.overlap,
             stream=stream,
         )
+
+    def who(self) -> tuple[Any, ...]:
+        """This thread, its CTA and how many there are, its warp, its lane; its shared memory."""
+        thread, cta, ctas = (
+            place()[0] for place in (cute.arch.thread_idx, cute.arch.block_idx, cute.arch.grid_dim)
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
+        return thread, cta, ctas, warp, thread % 32, Int32(shared.data.data_ptr().toint())
 
 
 class CodebookProgram(Program):

@@ -60,14 +60,8 @@ class Codebook(Ring):
 
     @cute.kernel
     def kernel(self, given: CodebookArguments):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = thread % 32
+        thread, cta, ctas, warp, lane, base = self.who()
         g, t = lane // 4, lane % 4
-        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = Int32(shared.data.data_ptr().toint())
         table = base + (self.spec.table_at - WINDOW)
         ring = base + (self.spec.ring_at - WINDOW)
         ring += warp * (self.stages * self.spec.chunk_bytes)

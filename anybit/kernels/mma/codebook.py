@@ -75,13 +75,8 @@ class Codebook(CodebookProgram):
 
     @cute.kernel
     def kernel(self, given: CodebookArguments):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, cta, ctas, warp, _, base = self.who()
         lane = thread & 31
-        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = Int32(shared.data.data_ptr().toint())
         ring = base + self.ring_at + warp * (self.stages * self.chunk_bytes)
 
         # This CTA's tokens, its part of K, and its row tiles: every `teams`-th.

@@ -26,13 +26,8 @@ Source = namedtuple("Source", "blob half quarter first end")
 class Few(Sorted, Narrow):
     @cute.kernel
     def kernel(self, given: ProductArguments):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = thread % 32
-        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = self.place_table(Int32(shared.data.data_ptr().toint()))
+        thread, cta, ctas, warp, lane, base = self.who()
+        base = self.place_table(base)
         ring = base + warp * (self.stages * self.stage_bytes)
         parts = const_expr(self.slices * self.blocks)
         meet = base + self.warps * self.stages * self.stage_bytes

@@ -50,12 +50,8 @@ class Gemm(Product):
 
     @cute.kernel
     def kernel(self, given: ProductArguments):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), thread % 32
-        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = self.place_table(Int32(shared.data.data_ptr().toint()))
+        thread, cta, ctas, warp, lane, base = self.who()
+        base = self.place_table(base)
         self.store_table(self.load_table(given, thread), thread)
 
         k_tiles = (given.k + (K_TILE - 1)) // K_TILE

@@ -39,12 +39,8 @@ class Narrow(Product):
 
     @cute.kernel
     def kernel(self, given: Any):
-        thread, _, _ = cute.arch.thread_idx()
-        tile, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = thread % 32
-        shared = cutlass.memory.SmemAllocator().allocate(self.shared)
-        base = self.place_table(Int32(shared.data.data_ptr().toint()))
+        thread, tile, _, warp, lane, base = self.who()
+        base = self.place_table(base)
         ring = base + warp * (self.stages * self.stage_bytes)
         k_tiles = (given.k + (K_TILE - 1)) // K_TILE
         m_tiles = (given.m + (self.tokens - 1)) // self.tokens
