@@ -43,8 +43,7 @@ def tune(
     Of the kernels that multiply such a layer: for Hopper, for mma.sync, or Triton's. Without this,
     rules measured on an H200 choose. Takes a minute or more for each format and shape; what is
     found is kept in the cache folder ($ANYBIT_CACHE), for this GPU and version of anybit. Processes
-    that run already keep to what they read. Where long prompts meet a weight without its rotations
-    (rotate=kn on Hopper) is not tuned: the rules choose that.
+    that run already keep to what they read.
     """
     from anybit.measure.bench import parse_counts, parse_shape
     from anybit.measure.tune import tune as run

@@ -7,7 +7,6 @@ from anybit.files.directory import cache_folder, megabytes
 
 KINDS = {  # pattern in the folder: what it is
     "converted/*": "models of other tools, converted",
-    "checkpoints": "what earlier versions knew of models",
     "cute": "kernels for H100 and H200",
     "native": "kernels for this processor",
     "tiles-*.json": "tiles that `anybit tune` has found",
