@@ -343,34 +343,18 @@ def plan_conversion(
     embeddings = embedding_layers(model)
     schemes = rounded_to(to, {name: own_name.get(name) for name in layers}, embeddings)
     for name, layer in layers.items():
-        module, (scheme, by_name) = module_of.get(name), schemes.get(name, (None, False))
-        layers[name] = fitted(name, layer, module, found.names, scheme, for_transformers)
+        scheme, by_name = schemes.get(name, (None, False))
+        layers[name] = fitted(
+            name, layer, module_of.get(name), found.names, scheme, for_transformers
+        )
         if by_name and layers[name].scheme != scheme:
             raise InvalidInput(
                 f"{name} cannot be rounded to {scheme}, since it becomes dense here: "
                 f"{layers[name].reason}; leave it out"
             )
-        bias = stored.get(f"{name}.bias")
-        if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
-            if bias.read().any():
-                raise InvalidInput(f"{name}.bias: not zero, but the model has no bias there")
-            dropped[f"{name}.bias"] = "zeros, and the model has no bias there"
+    dropped |= zero_biases(found, module_of)
     dtype = dense_dtype(config, (stored[name] for name in dense))
-    for name, tensor in stored.items():
-        layer_of = owner(name, layers)
-        if name in unit_of or name in dropped:
-            continue
-        packed = tensor.torch_dtype in PACKED and len(tensor.shape) > 1
-        if tensor.torch_dtype in CODES or (packed and strays(found.names, name)):
-            raise InvalidInput(
-                f"{source}: {name} holds {tensor.dtype} of {tensor.shape}, and belongs to no layer "
-                f"of {method} in a layout that anybit knows"
-            )
-        if layer_of and name != f"{layer_of}.bias":
-            raise InvalidInput(
-                f"{source}: {method} has no tensor {name!r} beside "
-                f"{layers[layer_of].tensors[0]!r} in a layout that anybit knows"
-            )
+    check_owners(found, dropped)
     decoded = {name: layer.reason for name, layer in layers.items() if layer.format is None}
     if for_transformers:
         stored, layers = as_transformers_reads(found.names, own_name, stored, layers, dtype)
@@ -424,6 +408,42 @@ def plan_conversion(
         decoded=decoded,
         placed=not without_place(found.names, unexpected),
     )
+
+
+def zero_biases(found: Opened, module_of: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Biases of quantized layers that the model lacks, and why they are left out.
+
+    Raises:
+        InvalidInput: One is not zero.
+    """
+    out = dict[str, str]()
+    for name in (f"{layer}.bias" for layer in found.layers):
+        bias, module = found.stored.get(name), module_of.get(name.removesuffix(".bias"))
+        if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
+            if bias.read().any():
+                raise InvalidInput(f"{name}: not zero, but the model has no bias there")
+            out[name] = "zeros, and the model has no bias there"
+    return out
+
+
+def check_owners(found: Opened, dropped: Container[str]) -> None:
+    """InvalidInput for tensors that look like a quantized layer's, and are no known layer's."""
+    owned = {tensor for layer in found.layers.values() for tensor in layer.tensors}
+    for name, tensor in found.stored.items():
+        if name in owned or name in dropped:
+            continue
+        packed = tensor.torch_dtype in PACKED and len(tensor.shape) > 1
+        if tensor.torch_dtype in CODES or (packed and strays(found.names, name)):
+            raise InvalidInput(
+                f"{found.source}: {name} holds {tensor.dtype} of {tensor.shape}, and belongs to no "
+                f"layer of {found.method} in a layout that anybit knows"
+            )
+        layer = owner(name, found.layers)
+        if layer and name != f"{layer}.bias":
+            raise InvalidInput(
+                f"{found.source}: {found.method} has no tensor {name!r} beside "
+                f"{found.layers[layer].tensors[0]!r} in a layout that anybit knows"
+            )
 
 
 def strays(names: Names, tensor: str) -> bool:
