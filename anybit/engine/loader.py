@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -137,6 +138,7 @@ def load(
     try:
         kind, read = read_of(directory, stored, bare, formats, quantization)
         START.done("description")
+        tokenizer = ThreadPoolExecutor(1).submit(tokenizer_in, directory).result  # takes a second
         config = read.config
         dtype = dtype or dtype_of(config)
         weights = Checkpoint(directory, device, dtype, read, formats, keep)
@@ -156,7 +158,7 @@ def load(
             weights.adapters.check_all_read()
         quantized, size, plan = weights.quantized, weights.quantized_bytes, weights.plan
     except UnknownModel as reason:
-        config = bare().config
+        config, tokenizer = bare().config, partial(tokenizer_in, directory)
         if further:
             raise Unsupported(
                 f"{reason}, and draft='mtp' needs a model that it knows; use another draft"
@@ -186,9 +188,9 @@ def load(
             quantized[layer.scheme] += math.prod(layer.shape)
     START.done("weights")
     eos = end_tokens(directory, config)
-    tokenizer = tokenizer_in(directory)
+    words = tokenizer()
     START.done("tokenizer")
-    return Loaded(model, tokenizer, config, eos, dtype, quantized, size, plan, head)
+    return Loaded(model, words, config, eos, dtype, quantized, size, plan, head)
 
 
 def dtype_of(config: PretrainedConfig) -> torch.dtype:
