@@ -1,13 +1,14 @@
 """What an engine does before its first request, so that none waits for a compiler or a capture."""
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.engine import Engine, Stats
-from anybit.engine.graphs import StepGraphs
+from anybit.engine.graphs import StepGraphs, Zeros
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.pace import Pace
 from anybit.engine.sequence import SamplingParams
@@ -77,21 +78,25 @@ def make_ready(engine: Engine, max_itl: float | None) -> None:
                 least = scheduler.blocks.block_size
                 scheduler.pace = Pace(seconds, max_itl or GPU_ITL, least=least, each=scheduler.each)
         START.done("graphs")
-        rehearse(engine, runner.graphs)
+        build([partial(rehearse, engine, runner.graphs)], 1)
         START.done("sampling")
     engine.ready_at = (compilations.count(), runner.graphs.captures)
 
 
 def rehearse(engine: Engine, graphs: StepGraphs) -> None:
-    """Run what samples in other ways, or in no graph, for what that compiles."""
+    """Run what samples in other ways, or in no graph, for what that compiles.
+
+    Where a kernel is missing, what it would write is zeros, which are tokens, too.
+    """
     scheduler, token = engine.scheduler, engine.vocabulary - 1
     largest = graphs.prompts.sizes[-1] if graphs.prompts else 0
     alone = [(n, ALONE) for n in beyond(largest, min(scheduler.max_tokens, engine.length - 1))]
     for at, (tokens, params) in enumerate([*REHEARSED, *alone]):
         if tokens + (params.max_tokens or 0) <= engine.length:
             engine.add(f"ready-{at}", [token] * tokens, params)
-            while engine.busy:
-                engine.step()
+            with Zeros():  # type: ignore[no-untyped-call]
+                while engine.busy:
+                    engine.step()
             scheduler.blocks.forget()  # the next one's beginning is the same
     scheduler.preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
     engine.stats = Stats()
@@ -113,10 +118,15 @@ def captured(graphs: StepGraphs) -> dict[int, float]:
         with collected(strict=True):
             return graphs.capture_all()
     except Missing:
-        for error in build_for(graphs.launches(), WORTH):
-            log.debug("left to its first use: %s", error)
+        build(graphs.launches(), WORTH)
         START.done("kernels")
         return graphs.capture_all()
+
+
+def build(launches: Sequence[Callable[[], object]], least: int) -> None:
+    """As `build_for`; a kernel that fails does so again where it is needed."""
+    for error in build_for(launches, least):
+        log.debug("left to its first use: %s", error)
 
 
 def after_ready(engine: Engine) -> tuple[int, int]:
