@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from itertools import combinations
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from anybit.engine.keys import declared, name_keys, pattern
+from anybit.engine.keywords import TYPES, check_keywords, is_number
 from anybit.errors import InvalidInput
 
 # White space as models write it: none, or one space behind `,` and `:`. Where a grammar lets them,
@@ -64,7 +66,7 @@ FORMATS = frozenset(
         "regex",
     )
 )
-KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+KINDS = frozenset(TYPES)
 PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
     (type(None), "null"),
     (bool, "boolean"),
@@ -98,6 +100,7 @@ def json_rule(schema: Any) -> str:
         raise InvalidInput(f"the JSON schema is {schema!r:.100}; give an object")
     try:
         schema = json.loads(json.dumps(schema))  # of tuples and numbers of other libraries, too
+        check_keywords(schema, partial(target, root=schema))
         text = json.dumps(Rewriter(schema).whole(), allow_nan=False)
     except InvalidInput:
         raise
@@ -165,7 +168,7 @@ class Rewriter:
                 check_data(value)
                 out[key] = value
             else:
-                out[key] = self.schema(value)
+                out[key] = value if key.startswith("x-") else self.schema(value)
         bounded(out)
         count_keys(out)
         if is_number(out.get("multipleOf")):
@@ -353,10 +356,6 @@ def constants(schema: Any) -> dict[str, set[str]]:
             if isinstance(listed, list) and all(isinstance(value, str) for value in listed):
                 out[name] = set(listed)
     return out
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def refuse(value: Any, key: str, remedy: str) -> NoReturn:

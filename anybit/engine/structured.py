@@ -43,7 +43,11 @@ ADVICE = {  # what users can do about errors that name llguidance's own options
     "oneOf constraints are not supported": (
         "its oneOf has options that may overlap; use anyOf, or give each option, an object, a "
         "required property with a const of its own"
-    )
+    ),
+    "are not disjoint": (
+        "a key may match two of its patternProperties (with allOf, of all parts together), which "
+        "cannot be enforced; give patterns of which no key matches two"
+    ),
 }
 
 

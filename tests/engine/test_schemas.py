@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from anybit.engine.keys import pattern
+from anybit.engine.keywords import KINDS
 from anybit.engine.schemas import Rewriter, json_rule
 from anybit.engine.structured import Grammars, Structured
 from anybit.errors import InvalidInput
@@ -233,3 +234,49 @@ def test_a_key_may_begin_as_a_declared_one() -> None:
 def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
     assert pattern(r'^\\[^"]$') == r'^\\[^\x{0}"]$'
     assert pattern(r'^\[^"]$') == r'^\[^"]$'
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"required": [["x"]]}, r'required is \[\["x"\]\], not a list of strings'),
+        ({"required": [1]}, r"required is \[1\], not a list of strings"),
+        ({"required": None}, "required is null, not a list of strings"),
+        ({"patternProperties": [1]}, r"patternProperties is \[1\], not an object of schemas"),
+        ({"properties": {"a": 1}}, 'properties is {"a": 1}, not an object of schemas'),
+        ({"items": 3}, r"items is 3, not a schema \(an object, true or false\) or a list"),
+        ({"type": ["str"]}, r'type is \["str"\], not one of null, boolean, .*, or a list of them'),
+        ({"type": [["string"]]}, r'type is \[\["string"\]\], not one of'),
+        ({"enum": "a"}, 'enum is "a", not a list'),
+        ({"anyOf": [3]}, r"anyOf is \[3\], not a list of schemas"),
+        ({"minLength": -1}, "minLength is -1, not a whole number"),
+        ({"maximum": True}, "maximum is true, not a number"),
+        ({"$ref": ["#"]}, r'\$ref is \["#"\], not a string'),
+        ({"$ref": "#/x/y", "x": {"y": {"pattern": 3}}}, "pattern is 3, not a string"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_keyword(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=f"^the JSON schema: {said}"):
+        json_rule({"type": "array", "items": schema} if "$ref" not in schema else schema)
+
+
+def test_any_value_behind_any_keyword_is_taken_or_named() -> None:
+    """What is in an enum, a default or an extension is no schema."""
+    values: list[Any] = [None, True, -1, 1.5, "x", [], [1], [["x"]], {}, {"a": 1}, {"a": [{}]}]
+    for keyword, value in itertools.product(KINDS, values):
+        for outer in ({}, {"oneOf": [{"type": "object"}, {"type": "null"}]}, {"allOf": [{}]}):
+            try:
+                json_rule({"properties": {"a": outer | {keyword: value}}})
+            except InvalidInput as error:
+                assert keyword in str(error)  # noqa: PT017
+                assert "is not JSON" not in str(error)  # noqa: PT017
+    for where in ("default", "x-more", "const"):
+        json_rule({where: {"type": 3, "required": [["x"]]}})
+
+
+def test_keys_that_may_match_two_patterns_are_refused(takes: Takes) -> None:
+    """Also where parts of an allOf have one each; as one pattern they count once."""
+    parts = [{"type": "object", "patternProperties": {p: {}}} for p in ("^a", "b$")]
+    with pytest.raises(InvalidInput, match="a key may match two of its patternProperties"):
+        takes({"allOf": parts}, "{}")
+    assert takes({"allOf": [parts[0], parts[0]]}, '{"ab": 1}')

@@ -222,9 +222,19 @@ def test_a_model_reads_text_only(talking: Live, kind: str) -> None:
         text = refusal(talking, path, BODIES[path] | body)
         assert text.startswith(f"{field}: this model reads text only")
         assert f"not {kind!r}" in text
-    result = [{"type": "tool_result", "tool_use_id": "c", "content": content}]
-    body = {"messages": [{"role": "user", "content": result}]}
-    assert "reads text only" in refusal(talking, "/v1/messages", BODIES["/v1/messages"] | body)
+    for path, body in (  # what tools have answered
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": content}]}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "content": content}]}]},
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": content}]},
+        ),
+    ):  # fmt: skip
+        assert "reads text only" in refusal(talking, path, BODIES[path] | body)
 
 
 def test_an_item_of_an_earlier_answer_is_not_kept(talking: Live) -> None:

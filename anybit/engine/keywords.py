@@ -1,0 +1,95 @@
+"""What stands behind the keywords of JSON Schema: values of a wrong kind, by keyword and value."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from anybit.errors import InvalidInput
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+
+class Kind(NamedTuple):
+    """What a keyword takes, in words. fits: whether a value is that. parts: the schemas in it."""
+
+    words: str
+    fits: Callable[[Any], bool]
+    parts: Callable[[Any], list[Any]] = lambda value: []
+
+
+def is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def are_schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_schema, value))
+
+
+def are_types(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+COUNT = Kind("a whole number", is_count)
+NUMBER = Kind("a number", is_number)
+BOUND = Kind("a number", lambda value: is_number(value) or isinstance(value, bool))  # draft 4
+SCHEMA = Kind("a schema (an object, true or false)", is_schema, lambda value: [value])
+SCHEMAS = Kind("a list of schemas", are_schemas, list)
+ITEMS = Kind(
+    "a schema (an object, true or false) or a list of schemas",
+    lambda value: is_schema(value) or are_schemas(value),
+    lambda value: value if isinstance(value, list) else [value],
+)
+NAMED = Kind(
+    "an object of schemas (objects, true or false)",
+    lambda value: isinstance(value, dict) and all(map(is_schema, value.values())),
+    lambda value: [*value.values()],
+)
+KINDS = {
+    "type": Kind(f"one of {', '.join(TYPES)}, or a list of them", are_types),
+    "required": Kind(
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    ),
+    "enum": Kind("a list", lambda value: isinstance(value, list)),
+    "items": ITEMS,
+    **dict.fromkeys(("pattern", "format", "$ref"), TEXT),
+    **dict.fromkeys(
+        [f"{side}{what}" for side in ("min", "max") for what in ("Length", "Items", "Properties")],
+        COUNT,
+    ),
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), BOUND),
+    **dict.fromkeys(("additionalProperties", "additionalItems", "not"), SCHEMA),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), SCHEMAS),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), NAMED),
+}
+
+
+def check_keywords(schema: Any, target: Callable[[Any], Any]) -> None:
+    """InvalidInput for a keyword whose value is of a wrong kind, in a schema or its parts.
+
+    target: what a reference leads to.
+    """
+    todo, seen = [schema], set[int]()
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        for key, value in part.items():
+            kind = KINDS.get(key)
+            if kind is not None and not kind.fits(value):
+                given = json.dumps(value)[:100]
+                raise InvalidInput(f"the JSON schema: {key} is {given}, not {kind.words}")
+            todo += kind.parts(value) if kind is not None else []
+        todo.append(target(part.get("$ref")))
