@@ -11,13 +11,13 @@ from anybit.engine.engine import Engine
 from anybit.engine.experts import OneByOne
 from anybit.engine.generator import Generator
 from anybit.engine.graphs import prompt_sizes
+from anybit.engine.head_draft import HeadDraft
 from anybit.engine.loader import Loaded
 from anybit.engine.lookup import Lookup
 from anybit.engine.memory import cache_room, step_bytes
 from anybit.engine.model_runner import ModelRunner, Runner, state_bytes
 from anybit.engine.models.layers import Decoder
-from anybit.engine.models.mtp import Mtp
-from anybit.engine.mtp_draft import MtpDraft
+from anybit.engine.models.mtp import Head, remembering
 from anybit.engine.scheduler import MOST_PROMPTS, Scheduler
 from anybit.engine.speculation import Drafter, Speculation
 from anybit.engine.steady import SteadyScheduler
@@ -74,6 +74,9 @@ def assemble(loaded: Loaded, small: Loaded | None, kv: KvFormat, config: EngineC
         Unsupported: Its format does not take the model's heads.
     """
     vocabulary = loaded.config.get_text_config().vocab_size
+    if small is not None and isinstance(small.model, Head):
+        assert isinstance(loaded.model, Decoder)
+        loaded = replace(loaded, model=remembering(loaded.model, small.model))
     runner: Runner
     drafter: Drafter | None = None
     rows = kept = 0
@@ -172,13 +175,13 @@ def draft_model(
 ) -> DraftModel:
     """Guesses by a smaller model for the one that a runner runs."""
     assert not isinstance(small.model, Generator)
-    head = isinstance(small.model, Mtp)
+    head = isinstance(small.model, Head)
     graphs = graph_rows(config) if head else config.max_running
     behind = ModelRunner(small.model, room, graphs, config.max_tokens)
     rows = room.rows - 1 if small.model.recurrent else 0
     own = BlockManager(room.blocks, room.block_size, config.prefix_caching, rows)
     if head:
-        return MtpDraft(behind, vocabulary, own, config.max_tokens, runner)
+        return HeadDraft(behind, vocabulary, own, config.max_tokens, runner)
     return DraftModel(behind, vocabulary, own, config.max_tokens)
 
 

@@ -96,7 +96,7 @@ class EngineConfig:
     reads alone. An answer's token takes two rows of products."""
     draft: "str | Path | Loaded | None" = field(default=None, metadata={"group": ADVANCED})
     """Speculative decoding: ngram (what followed earlier in the sequence), mtp (the model's own
-    head for further tokens), or a smaller model with the same tokenizer.
+    head for further tokens), a smaller model with the same tokenizer, or an EAGLE-3 head.
 
     Guessed tokens run together in a step, where that is faster. Outputs are the same as without."""
     draft_tokens: int = field(default=4, metadata={"group": ADVANCED, "min": 1})

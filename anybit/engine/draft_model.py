@@ -13,12 +13,12 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.generator import Generator
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
-from anybit.engine.models.layers import Decoder
+from anybit.engine.models.eagle import head_in
 from anybit.engine.sampler import INVALID, choose
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Row, SamplingParams, Sequence
 from anybit.errors import InvalidInput
-from anybit.files.hub import name_of
+from anybit.files.hub import located, name_of
 from anybit.nn.multiplier import Keep
 
 BEHIND = 4  # tokens that a text's first guess may have to run before it
@@ -179,8 +179,8 @@ def check_draft(draft: str | Path | Loaded | None, tokens: int, deterministic: b
     there = (Path(draft) / "config.json").is_file() or is_gguf(Path(draft))
     if not there and name_of(draft) is None:
         raise InvalidInput(
-            f"draft={str(draft)!r} is neither ngram nor mtp, nor the directory of a model, nor "
-            "org/name of the hub"
+            f"draft={str(draft)!r} is neither ngram nor mtp, nor the directory of a model or an "
+            "EAGLE-3 head, nor org/name of the hub"
         )
 
 
@@ -194,7 +194,8 @@ def load_draft(
     """The model that guesses for another; None where none does (None, "ngram").
 
     Args:
-        draft: A directory, a GGUF file, org/name of the hub, "mtp" or "ngram".
+        draft: A directory of a model or an EAGLE-3 head, a GGUF file, org/name of the hub, "mtp"
+            or "ngram".
         loaded: The other model.
         length: As for the other model.
 
@@ -218,6 +219,8 @@ def load_draft(
                 f"the draft model is on {weights.device}, and the model on {device}; load both "
                 "there"
             )
+    elif (head := eagle(located(draft), loaded, keep)) is not None:
+        return head
     else:
         own = load(Path(draft), device, loaded.dtype, None, length, keep=keep)
     if isinstance(own.model, Generator):
@@ -240,10 +243,18 @@ def further(loaded: Loaded) -> Loaded:
     assert not isinstance(loaded.model, Generator)
     if loaded.head is None:
         raise InvalidInput("draft='mtp' reads the model's directory; give that instead of a Loaded")
-    share(loaded.model, loaded.head)
+    loaded.head.borrow(loaded.model)
     return replace(loaded, model=loaded.head, tokenizer=None)
 
 
-def share(large: Decoder, small: Decoder) -> None:
-    """Give the head of a model that one's embeddings and output."""
-    small.words, small.lm_head = large.words, large.lm_head
+def eagle(path: Path, loaded: Loaded, keep: Keep) -> Loaded | None:
+    """An EAGLE-3 head as a model that guesses for another; None where a path has none."""
+    model = loaded.model
+    assert not isinstance(model, Generator)
+    if is_gguf(path):
+        return None
+    vocabulary = loaded.config.get_text_config().vocab_size
+    head = head_in(path, model, vocabulary, loaded.dtype, keep)
+    if head is None:
+        return None
+    return replace(loaded, model=head, config=head.config, tokenizer=None)

@@ -18,11 +18,12 @@ from torch import Tensor
 from anybit.engine.assemble import assemble, cost_of, kv_format
 from anybit.engine.checks import integer, wrong
 from anybit.engine.config import EngineConfig, configured
-from anybit.engine.draft_model import check_draft, load_draft, share
+from anybit.engine.draft_model import check_draft, load_draft
+from anybit.engine.head_draft import HeadDraft
 from anybit.engine.language import Language
 from anybit.engine.loader import Loaded, load
 from anybit.engine.model_runner import ModelRunner
-from anybit.engine.mtp_draft import MtpDraft
+from anybit.engine.models.mtp import remembering
 from anybit.engine.output import Completion, Output
 from anybit.engine.ready import make_ready
 from anybit.engine.reload import rebuild
@@ -124,7 +125,7 @@ class LLM(Language):
             weights: Dense tensors by the names of checkpoints or of transformers' model, in any
                 order: `safetensors.torch.load_file(FILE).items()`, `model.state_dict().items()`.
                 They are rounded from the dtype in which they come. A head for further tokens
-                (MTP) stays as it is.
+                (MTP, EAGLE-3) stays as it is.
 
         Raises:
             InvalidInput: Tensors are missing, left over, of wrong shapes, or hold NaN or inf.
@@ -148,14 +149,14 @@ class LLM(Language):
         fresh = rebuild(runner.model, weights, self.plan, self.keep)
         speculation = self.engine.speculation
         drafter = speculation.drafter if speculation else None
-        if isinstance(drafter, MtpDraft):  # its head stays as it is
-            fresh.remember()
+        if isinstance(drafter, HeadDraft):  # its head stays as it is
             drafter.blocks.forget()
-            share(fresh, drafter.runner.model)
+            drafter.head.borrow(fresh)
+            fresh = remembering(fresh, drafter.head)
         self.engine.scheduler.blocks.forget()  # first: what follows may be interrupted
         runner.replace(fresh)
-        if isinstance(drafter, MtpDraft):
-            drafter.runner.replace(drafter.runner.model)
+        if isinstance(drafter, HeadDraft):
+            drafter.runner.replace(drafter.head)
         if speculation is not None:
             speculation.renew()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -21,7 +21,7 @@ from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.fields import asked_by, check_fields
 from anybit.engine.models.layers import Decoder
-from anybit.engine.models.mtp import head_of
+from anybit.engine.models.mtp import Head, head_of
 from anybit.engine.models.rope import rope_parameters
 from anybit.engine.weights import (
     IGNORED,
@@ -40,6 +40,7 @@ from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
 from anybit.progress import START
 
+Built = TypeVar("Built", bound=Decoder)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 MODELS = {
     "LlamaForCausalLM": "llama.Llama",
@@ -103,7 +104,7 @@ class Loaded:
     quantized: Mapping[str, int] = field(default_factory=dict)
     quantized_bytes: int = 0
     plan: Mapping[str, str] | None = None
-    head: Decoder | None = None
+    head: Head | None = None
 
 
 def load(
@@ -150,8 +151,6 @@ def load(
         if further:
             head = build(partial(head_of, kind), config, weights, length)
         model = build(kind, config, weights, length)
-        if head is not None:
-            model.remember()
         names = kind.further(config)
         weights.check_all_read((f"{names.prefix}.*",) if names else ())
         if weights.adapters is not None:
@@ -265,8 +264,8 @@ def tokenizer_in(directory: Path) -> Any:
 
 @torch.inference_mode()
 def build(
-    kind: Callable[..., Decoder], config: PretrainedConfig, weights: Weights, length: int | None
-) -> Decoder:
+    kind: Callable[..., Built], config: PretrainedConfig, weights: Weights, length: int | None
+) -> Built:
     """A model from any source of weights."""
     return kind(config, weights, length or positions(config)).eval()
 

@@ -18,9 +18,9 @@ from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.save_load import load_dense, save
 from anybit.checkpoint.stream import quantize_checkpoint
+from anybit.engine.head_draft import HeadDraft
 from anybit.engine.llm import LLM
 from anybit.engine.loader import load, model_class
-from anybit.engine.mtp_draft import MtpDraft
 from anybit.engine.sequence import Row, SamplingParams
 from anybit.engine.weights import Checkpoint
 from anybit.errors import InvalidInput
@@ -207,7 +207,7 @@ def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:
     """Texts and what was guessed behind them, as an engine goes on."""
     assert llm.engine.speculation is not None
     drafter, seen = llm.engine.speculation.drafter, list[tuple[list[int], list[int]]]()
-    assert isinstance(drafter, MtpDraft)
+    assert isinstance(drafter, HeadDraft)
     usual = drafter.draft
 
     def draft(rows: list[Row], counts: list[int]) -> list[list[int]]:
@@ -230,7 +230,7 @@ def test_guesses_are_those_of_the_layers_by_themselves(headed: Made, name: str) 
     seen = watched(llm)
     assert llm.engine.speculation is not None
     own = llm.engine.speculation.drafter
-    assert isinstance(own, MtpDraft)
+    assert isinstance(own, HeadDraft)
     held = sum(state.nbytes for state in (*own.large.states, *own.runner.states))
     assert 0.9 * given < held <= given
     first = prompts(4, longest=30)
@@ -260,7 +260,7 @@ def test_a_head_changes_no_token(headed: Made, name: str, option: dict[str, Any]
     stats, drafter = llm.engine.stats, llm.engine.speculation.drafter  # type: ignore[union-attr]
     assert not llm.engine.speculation.failed  # type: ignore[union-attr]
     assert 0 < stats.accepted_tokens < stats.draft_tokens
-    assert isinstance(drafter, MtpDraft)
+    assert isinstance(drafter, HeadDraft)
     assert not drafter.texts
     assert drafter.blocks is not None
     assert drafter.blocks.holders == [0] * drafter.blocks.count

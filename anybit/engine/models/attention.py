@@ -30,6 +30,7 @@ class Attention(Mixer):
         sinks: Each head has a score for a key without a value.
         norm_names: Of qk_norm, Q's and K's.
         gated: Each head of Q is followed by a gate of the head's output, before a sigmoid.
+        width: Of what goes into Q, K and V; the model's if None.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Attention(Mixer):
         sinks: bool = False,
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         gated: bool = False,
+        width: int | None = None,
     ):
         super().__init__()
         hidden, dim = config.hidden_size, head_dim(config)
@@ -64,7 +66,7 @@ class Attention(Mixer):
         rows = [(1 + gated) * heads * dim, kv_heads * dim, kv_heads * dim]
         rows = rows if len(names) > 1 else [sum(rows)]
         merged = [f"{name}.{part}" for part in names]
-        self.qkv_proj = self.in_proj = weights.linear(merged, rows, hidden, bias)
+        self.qkv_proj = self.in_proj = weights.linear(merged, rows, width or hidden, bias)
         self.o_proj = weights.linear([f"{name}.{output}"], [hidden], heads * dim, output_bias)
         leave(self.qkv_proj)
         self.norms = self.whole_norms = None

@@ -1,6 +1,6 @@
 """Decoder-only language models; each model's file says what differs, and of what it is made."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from anybit.kernels.attention import Batch
 from anybit.kernels.backend import Activations
 from anybit.kernels.between import Unturned, Wanted, finished, of
 from anybit.kernels.kv.cache import Heads
-from anybit.kernels.state import Hidden, HiddenStates, LayerState, Memory, Recurrence
+from anybit.kernels.state import HiddenStates, LayerState, Memory, Recurrence
 
 
 class Biases(NamedTuple):
@@ -102,6 +102,17 @@ class Block(nn.Module):
         batch: Batch,
     ) -> tuple[Tensor, Tensor | Unturned]:
         y, x = self._before(self.attention_norm, x, delta, wanted_by(self.self_attn.in_proj))
+        return self.behind(y, x, rope, states, batch)
+
+    def behind(
+        self,
+        y: Tensor | Activations,
+        x: Tensor,
+        rope: Rope,
+        states: Iterator[LayerState],
+        batch: Batch,
+    ) -> tuple[Tensor, Tensor | Unturned]:
+        """What comes behind the first norm, which gives y."""
         out = self._after(self.after_attention, self.self_attn(y, rope, next(states), batch))
         first = getattr(self.mlp, "gate_up_proj", None)  # a router wants its input as it is
         y, x = self._before(self.mlp_norm, x, out, wanted_by(first))
@@ -128,14 +139,16 @@ class Decoder(nn.Module):
     which they run. prefix: of its tensors' names. mlp_name: of what lies behind attention.
     words_name, norm_name: of the embeddings and the last norm. norms: of each block. hosted:
     whether it is transformers' own. exact_answers: whether layers with activations of int8 round
-    those of answers to 16 bits. remembers: whether hidden states are kept, in the last of the
-    memories. biases: which projections have some. windows: whether layers have those of
-    config.json. attention_options: of `Attention`. rope_class, rope_options: what rotates Q and K.
+    those of answers to 16 bits. keep: makes what the last of the memories keeps of tokens for a
+    head that guesses, of their hidden states and the inputs of the layers `read`. biases: which
+    projections have some. windows: whether layers have those of config.json. attention_options: of
+    `Attention`. rope_class, rope_options: what rotates Q and K.
     mlp_names: of an MLP's projections.
     """
 
     exact_answers = False
-    remembers = False
+    keep: Callable[[Tensor, list[Tensor]], Tensor] | None = None
+    read: tuple[int, ...] = ()
 
     hosted: ClassVar[bool] = False
     prefix: ClassVar[str] = "model"
@@ -266,20 +279,19 @@ class Decoder(nn.Module):
         x, delta = self.words(tokens), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        given = iter(states)
-        for layer, rope in zip(self.layers, self.ropes, strict=True):
+        given, inputs = iter(states), dict[int, Tensor]()
+        for i, (layer, rope) in enumerate(zip(self.layers, self.ropes, strict=True)):
+            if i in self.read:
+                inputs[i] = x if delta is None else x + finished(delta)
             x, delta = layer(x, delta, rope, given, batch)
-        hidden: Tensor = self.norm(x, delta)[0]
-        if self.remembers:
-            last = states[-1]
+        hidden: Tensor
+        hidden, x = self.norm(x, delta)
+        if self.keep is not None:
+            last, end = states[-1], len(self.layers)
             assert isinstance(last, HiddenStates)
-            last.write(batch.slots, hidden)
+            inputs[end] = x  # also in place of layers that `without_repeats` leaves out
+            last.write(batch.slots, self.keep(hidden, [inputs[min(i, end)] for i in self.read]))
         return hidden
-
-    def remember(self) -> None:
-        """Keep hidden states of all tokens from now on."""
-        size, dtype = self.config.hidden_size, self.embed_tokens.dtype
-        self.memories, self.remembers = [*self.memories, Hidden(size, dtype)], True
 
     @classmethod
     def further(cls, config: PretrainedConfig) -> Further | None:

@@ -1,17 +1,18 @@
-"""Drafts by a model's own head for further tokens (MTP)."""
+"""Drafts by a head: the model's own for further tokens (MTP), or one for EAGLE-3."""
 
 from torch import Tensor
 
 from anybit.engine.block_manager import BlockManager
 from anybit.engine.draft_model import DraftModel
 from anybit.engine.model_runner import ModelRunner
+from anybit.engine.models.mtp import Head
 from anybit.engine.scheduler import Scheduled
 from anybit.engine.sequence import Sequence
 from anybit.kernels.state import HiddenStates
 
 
-class MtpDraft(DraftModel):
-    """Guesses by hidden states of the model, which it keeps beside K and V of all its tokens.
+class HeadDraft(DraftModel):
+    """Guesses by what the model keeps for the head beside K and V of all its tokens.
 
     So they are there whatever became of a text: its prompt was cached, its guesses were wrong. A
     text of the head begins with its second token; place i reads the model's state i. Places of
@@ -31,7 +32,8 @@ class MtpDraft(DraftModel):
         large: ModelRunner,
     ):
         super().__init__(runner, vocabulary, blocks, chunk)
-        self.large = large
+        assert isinstance(runner.model, Head)
+        self.large, self.head = large, runner.model
 
     def _run(self, scheduled: list[Scheduled], tokens: Tensor | None = None) -> Tensor | None:
         theirs = {text: seq for seq, text in self.texts.items()}
