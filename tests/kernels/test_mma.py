@@ -66,6 +66,16 @@ def test_all_that_layers_launch_is_built_beforehand(scheme: str, name: str) -> N
     assert {kernel.architecture for kernel in every} == {gpu.architecture}
 
 
+@pytest.mark.parametrize("name", ["RTX 3090", "H200"])
+@pytest.mark.parametrize("scheme", ["liquid@int8", "fp6", "fp8", "trellis:code=look"])
+def test_some_numbers_of_rows_have_the_tiles_of_all(scheme: str, name: str) -> None:
+    d, gpu = next(decoders(scheme)), replace(GPUS[name], multiprocessors=20)
+    every = range(16, 32 * tiles.NARROW_WARPS * gpu.multiprocessors + 1, 16)
+    for m in tiles.FEW:
+        found = {tiles.narrow(d, gpu, m, n) for n in build.every_rows(gpu)}
+        assert found == {tiles.narrow(d, gpu, m, n) for n in [*every, 1 << 24]}
+
+
 SLOW = ["trellis", "trellis:bits=4,code=pair8@int8", "trellis:bits=7"]
 MORE = ["int8:group=32,zero", "int3:group=64"]
 

@@ -290,6 +290,7 @@ def planes(places: tuple[int, ...], slot: int) -> tuple[Plane, ...]:
     return found
 
 
+@cache  # subsets of the bits come back many times
 def _cut(
     bits: tuple[int, ...], places: tuple[int, ...], slot: int, widest: int
 ) -> tuple[Plane, ...] | None:

@@ -64,6 +64,9 @@ def every_rows(gpu: Gpu) -> list[int]:
     """Numbers of rows that have all tiles for few tokens.
 
     GPUs with other numbers of multiprocessors have the same ones: a tile follows from the rows of
-    one, by the 16 of the smallest tile.
+    one, by the 16 of the smallest tile, and, where tiles differ in size alone, from which of them
+    the last rows fill: the first 16 numbers of each count of CTAs have all cases.
     """
-    return [*range(16, 32 * tiles.NARROW_WARPS * gpu.multiprocessors + 1, 16), 1 << 24]
+    units = 2 * tiles.NARROW_WARPS * gpu.multiprocessors
+    starts = range(0, units, gpu.multiprocessors)
+    return [16 * (start + i) for start in starts for i in range(1, 17)] + [1 << 24]
