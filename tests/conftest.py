@@ -4,6 +4,7 @@ Tests run in random order (pytest-randomly; `-p "randomly_seed=N"` repeats one),
 the same random numbers and must leave the process as it found it.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         processes.MOST = 4
     config.pluginmanager.register(Report(config))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay: a search of them all takes half a second
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

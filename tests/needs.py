@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import product
 from typing import TypeVar
@@ -27,6 +27,16 @@ def pairs(first: Sequence[A], second: Sequence[B], each: int = 1) -> list[tuple[
         (a, second[(i + i // len(second) + n) % len(second)])
         for i, a in enumerate(first)
         for n in range(each)
+    ]
+
+
+def first_of(cases: Iterable[A], parts: Callable[[A], Iterable[Hashable]]) -> list[A]:
+    """The cases that have a part which none before them has; all with EVERY_KERNEL."""
+    cases, seen = list(cases), set[Hashable]()
+    return [
+        case
+        for case in cases
+        if EVERY_KERNEL or (not seen.issuperset(found := [*parts(case)]) and not seen.update(found))
     ]
 
 

@@ -1,4 +1,4 @@
-"""In CI, a missing compiler is a failure."""
+"""In CI, a missing compiler is a failure; what a run leaves out follows from rules."""
 
 from pathlib import Path
 
@@ -35,3 +35,9 @@ def test_every_test_is_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append([name for name in names if needs.in_part(name)])
     assert sorted(name for part in found for name in part) == sorted(names)
     assert all(70 < len(part) < 130 for part in found)
+
+
+@pytest.mark.parametrize(("every", "found"), [(False, ["a1", "b2"]), (True, ["a1", "b2", "a2"])])
+def test_first_of(every: bool, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "EVERY_KERNEL", every)
+    assert needs.first_of(["a1", "b2", "a2"], str) == found

@@ -4,6 +4,7 @@ The clients take what comes without a check; here every key has to be there and 
 """
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,9 +31,14 @@ ROUTES: dict[str, tuple[str, str, str]] = {
 }
 
 
+@cache
+def adapter(module: str, name: str) -> Any:
+    """What checks a type; to build that of all events of a stream takes seconds."""
+    return pydantic.TypeAdapter(getattr(pytest.importorskip(module), name))
+
+
 def check(module: str, name: str, body: Any) -> None:
-    kind = getattr(pytest.importorskip(module), name)
-    pydantic.TypeAdapter(kind).validate_json(json.dumps(body), strict=True)
+    adapter(module, name).validate_json(json.dumps(body), strict=True)
 
 
 @pytest.mark.parametrize(

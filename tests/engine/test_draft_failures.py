@@ -46,7 +46,7 @@ def test_texts_go_on_without_a_drafter_that_fails(
     llm.engine.runner.overlaps = overlaps
     with caplog.at_level(logging.ERROR, "anybit.engine"):
         for _ in range(2):
-            assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+            assert_same(llm.generate(prompts(10), mixed_params(10)), want)
     assert drafter.failures == 1
     errors = [r.message for r in caplog.records if r.name == "anybit.engine"]
     assert errors == ["guessing has failed; texts go on without drafts until a restart"]
@@ -67,7 +67,7 @@ def test_a_draft_model_that_fails(checkpoint: Checkpoint, monkeypatch: pytest.Mo
         return good(*args)
 
     monkeypatch.setattr(drafter.runner, "logits", fail)  # type: ignore[attr-defined]
-    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    assert_same(llm.generate(prompts(10), mixed_params(10)), want)
     assert llm.engine.speculation.failed  # type: ignore[union-attr]
     assert_no_block_is_held(llm.engine)
     own = drafter.blocks  # type: ignore[attr-defined]

@@ -53,13 +53,13 @@ def test_a_draft_models_guesses_change_no_token(
     kind = {"kv_cache": options["kv_cache"]} if "kv_cache" in options else {}
     want = alone(checkpoint, "llama", **kind)
     llm = drafting(LLM(checkpoint("llama"), draft=checkpoint(draft), **options))
-    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    assert_same(llm.generate(prompts(10), mixed_params(10)), want)
     stats = llm.engine.stats
     assert stats.accepted_tokens > 0
     assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
     assert_no_block_is_held(llm.engine)
     assert_no_draft_is_held(llm)
-    again = llm.generate(prompts(15), mixed_params(15))  # with what both caches know
+    again = llm.generate(prompts(10), mixed_params(10))  # with what both caches know
     assert_same(again, want)
     assert (stats.accepted_tokens > 0.97 * stats.draft_tokens) == same
 
@@ -102,8 +102,8 @@ def test_a_guess_ends_where_the_text_does(checkpoint: Checkpoint) -> None:
 
 
 def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> None:
-    many = prompts(15, vocabulary=50)
-    want = LLM(checkpoint("llama")).generate(many, mixed_params(15))
+    many = prompts(10, vocabulary=50)
+    want = LLM(checkpoint("llama")).generate(many, mixed_params(10))
     loaded = load(
         checkpoint("llama"),
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
@@ -116,7 +116,7 @@ def test_a_smaller_vocabulary_guesses_what_it_has(checkpoint: Checkpoint) -> Non
     model.words = torch.nn.Embedding.from_pretrained(model.embed_tokens[:50])
     model.lm_head.weight = model.lm_head.weight[:50]
     llm = drafting(LLM(checkpoint("llama"), draft=loaded))
-    assert_same(llm.generate(many, mixed_params(15)), want)
+    assert_same(llm.generate(many, mixed_params(10)), want)
     assert_taken(llm.engine)
 
 

@@ -75,7 +75,7 @@ def assert_no_block_is_held(engine: Engine) -> None:
 def alone(checkpoint: Checkpoint) -> list[Output]:
     """Each request by itself, prompt in one step, nothing shared."""
     llm = LLM(checkpoint("qwen2"), prefix_caching=False)
-    many = zip(prompts(15), mixed_params(15), strict=True)
+    many = zip(prompts(10), mixed_params(10), strict=True)
     return [llm.generate(prompt, params)[0] for prompt, params in many]
 
 
@@ -94,7 +94,7 @@ def test_together_equals_one_by_one(
     checkpoint: Checkpoint, alone: list[Output], options: dict, preempts: bool
 ) -> None:
     llm = LLM(checkpoint("qwen2"), **options)
-    outputs = llm.generate(prompts(15), mixed_params(15))
+    outputs = llm.generate(prompts(10), mixed_params(10))
     assert_same(outputs, alone)
     assert (llm.engine.scheduler.preemptions > 0) == preempts
     assert_no_block_is_held(llm.engine)
@@ -116,7 +116,7 @@ def test_starting_steps_before_the_last_ones_tokens_are_known_changes_nothing(
         return launch(scheduled, previous)
 
     runner.launch = counted
-    assert_same(llm.generate(prompts(15), mixed_params(15)), alone)
+    assert_same(llm.generate(prompts(10), mixed_params(10)), alone)
     assert 0 < sum(ahead) < len(ahead)  # what waits could begin meanwhile
     ahead.clear()
     plain = [SamplingParams(seed=i, max_tokens=30, logprobs=2) for i in range(3)]
@@ -147,13 +147,13 @@ def test_stop_strings_found_late_cost_no_one_a_token() -> None:
 
 def test_int8_cache_is_the_same_in_chunks_and_after_preemption(checkpoint: Checkpoint) -> None:
     """Attention reads what the cache holds, also in a prompt's own step."""
-    params = mixed_params(15)
+    params = mixed_params(10)
     whole = LLM(checkpoint("llama"), kv_cache="int8", prefix_caching=False)
     parts = LLM(
         checkpoint("llama"), kv_cache="int8", block_size=4, max_tokens=9, kv_bytes=30 * 4 * 192
     )
-    assert tokens(whole.generate(prompts(15), params)) == tokens(
-        parts.generate(prompts(15), params)
+    assert tokens(whole.generate(prompts(10), params)) == tokens(
+        parts.generate(prompts(10), params)
     )
     assert parts.engine.scheduler.preemptions
 

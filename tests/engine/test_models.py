@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import anybit
+from anybit.core.scheme import parse_scheme
 from anybit.engine.llm import LLM
 from anybit.engine.model_runner import ModelRunner
 from anybit.engine.sequence import SamplingParams
@@ -17,13 +18,17 @@ from anybit.errors import InvalidInput
 from anybit.nn.linear import QuantLinear
 from anybit.nn.multiplier import Multiplier
 from tests.engine.conftest import ARCHITECTURES, PICO, RECURRENT, prompts, random_model, reference
+from tests.needs import first_of
 from tests.specs import NAMES, columns_of_a_group
 
 Checkpoint = Callable[[str], Path]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 SHORT = SamplingParams(max_tokens=8, temperature=0)
 FIT = (name for name in NAMES if 128 % columns_of_a_group(name) == 0)
-SCHEMES = (*FIT, "int4:group=64,zero", "fp:e3m3,group=32", "liquid@int8")
+SCHEMES = first_of(  # each class of formats, zero points, activations
+    (*FIT, "int4:group=64,zero", "fp:e3m3,group=32", "liquid@int8"),
+    lambda scheme: ((type(f := parse_scheme(scheme)[0]), f.zero_point), parse_scheme(scheme)[1]),
+)
 
 
 def eager(directory: Path) -> PreTrainedModel:

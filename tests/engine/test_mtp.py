@@ -255,7 +255,7 @@ def test_a_head_changes_no_token(headed: Made, name: str, option: dict[str, Any]
     want = alone(headed, name, **kind)
     llm = drafting(LLM(headed(name), draft="mtp", **option))
     for _ in range(2):
-        assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+        assert_same(llm.generate(prompts(10), mixed_params(10)), want)
         assert_no_block_is_held(llm.engine)
     stats, drafter = llm.engine.stats, llm.engine.speculation.drafter  # type: ignore[union-attr]
     assert not llm.engine.speculation.failed  # type: ignore[union-attr]

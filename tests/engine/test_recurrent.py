@@ -77,8 +77,8 @@ def assert_nothing_is_held(llm: LLM) -> None:
 def test_together_equals_one_by_one(checkpoint: Checkpoint, name: str) -> None:
     """In chunks, after preemptions, and with steps that start before the last one's tokens."""
     llm = LLM(checkpoint(name), prefix_caching=False)
-    many, params = prompts(15), mixed_params(15)
-    many[8:] = [many[3] + prompt for prompt in many[8:]]  # what they begin with is found again
+    many, params = prompts(10), mixed_params(10)
+    many[6:] = [many[3] + prompt for prompt in many[6:]]  # what they begin with is found again
     alone = [llm.generate(*each)[0] for each in zip(many, params, strict=True)]
     options = [{}, {"max_tokens": 7, "block_size": 4}, {"max_running": 3}, {"deterministic": True}]
     first = MIXED.index(name) % 2 == 0  # so each option meets both in some kinds of states

@@ -76,7 +76,7 @@ def test_wrong_guesses_leave_no_trace_in_states(
     speculating(llm, Told(want), option.get("draft_tokens", 4))
     llm.engine.runner.overlaps = overlaps
     for _ in range(2):
-        got = llm.generate(prompts(15), mixed_params(15))
+        got = llm.generate(prompts(10), mixed_params(10))
         assert_same(got, want)
         assert_nothing_is_held(llm)
     stats = llm.engine.stats
@@ -86,7 +86,7 @@ def test_wrong_guesses_leave_no_trace_in_states(
     speculating(llm, Told(want))
     for block in list(llm.engine.scheduler.blocks.free)[30:]:  # as if others held them
         del llm.engine.scheduler.blocks.free[block]
-    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    assert_same(llm.generate(prompts(10), mixed_params(10)), want)
     assert llm.engine.scheduler.preemptions > 0
 
 
@@ -121,7 +121,7 @@ def test_models_with_states_draft(checkpoint: Checkpoint, name: str, draft: str)
     llm = LLM(checkpoint(name), draft=checkpoint(draft), **small)
     drafting(llm)
     for _ in range(2):
-        assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+        assert_same(llm.generate(prompts(10), mixed_params(10)), want)
     stats, drafter = llm.engine.stats, llm.engine.speculation.drafter
     assert not llm.engine.speculation.failed
     assert stats.accepted_tokens > 0
@@ -136,7 +136,7 @@ def test_models_with_states_draft(checkpoint: Checkpoint, name: str, draft: str)
 def test_steps_with_drafts_are_recorded(checkpoint: Checkpoint, name: str) -> None:
     want = alone(checkpoint, name)
     llm = speculating(LLM(checkpoint(name), draft="ngram"), Told(want))
-    assert_same(llm.generate(prompts(15)[:2], mixed_params(15)[:2]), want[:2])
+    assert_same(llm.generate(prompts(10)[:2], mixed_params(10)[:2]), want[:2])
     graphs = llm.engine.runner.graphs
     assert graphs.captures > 0
     refused = [getattr(graph, "refused", None) for graph, _ in graphs.graphs.values()]

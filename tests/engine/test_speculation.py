@@ -94,7 +94,7 @@ def alone(checkpoint: Checkpoint, name: str, **options: Any) -> list[Output]:
     key = f"{name} {options}"
     if key not in MANY:
         llm = LLM(checkpoint(name), **options)
-        MANY[key] = llm.generate(prompts(15), mixed_params(15))
+        MANY[key] = llm.generate(prompts(10), mixed_params(10))
     return MANY[key]
 
 
@@ -116,12 +116,12 @@ def test_guesses_change_no_token(
     want = alone(checkpoint, "qwen2")
     llm = speculating(LLM(checkpoint("qwen2"), **options), Told(want))
     llm.engine.runner.overlaps = overlaps
-    got = llm.generate(prompts(15), mixed_params(15))
+    got = llm.generate(prompts(10), mixed_params(10))
     assert_same(got, want)
     assert_taken(llm.engine)
     assert (llm.engine.scheduler.preemptions > 0) == preempts
     assert_no_block_is_held(llm.engine)
-    assert tokens(llm.generate(prompts(15), mixed_params(15))) == tokens(got)  # cached prefixes
+    assert tokens(llm.generate(prompts(10), mixed_params(10))) == tokens(got)  # cached prefixes
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_every_kind_of_cache_takes_drafts(
     monkeypatch.setitem(ARCHITECTURES, "starcoder2", ("starcoder2", {"sliding_window": 12}))
     want = alone(checkpoint, name, **options)
     llm = speculating(LLM(checkpoint(name), **options), Told(want))
-    assert_same(llm.generate(prompts(15), mixed_params(15)), want)
+    assert_same(llm.generate(prompts(10), mixed_params(10)), want)
     assert_taken(llm.engine)
     assert_no_block_is_held(llm.engine)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.kernels.cute import operands
-from anybit.kernels.cute.jit import KernelSpec
+from anybit.kernels.cute.jit import Compiled, KernelSpec
 from anybit.kernels.hopper import build
 from anybit.kernels.mma import tiles
 from anybit.kernels.mma.tiles import Gpu, Kernel, Tile
@@ -36,6 +36,12 @@ def built(scheme: str) -> frozenset[KernelSpec]:
     return frozenset(build.kernels_of(scheme))
 
 
+@cache
+def generated(kernel: KernelSpec, *constants: int) -> Compiled:
+    """A kernel as compiled, which takes a second. constants: what tests change in its modules."""
+    return kernel.generate()
+
+
 def kernel_of(
     scheme: str, dtype: torch.dtype, tile: Tile, architecture: str = "sm_80", overlap: bool = False
 ) -> Kernel:
@@ -51,7 +57,7 @@ class Emulated:
     def __init__(self, scheme: str, dtype: torch.dtype, kernel: Kernel):
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype, self.kernel = dtype, kernel
-        made = kernel.generate()
+        made = generated(kernel)
         assert made.shared == tiles.shared_bytes(kernel.tile, kernel.decoder)
         self.ptx, self.shared = made.ptx, made.shared
         self.machine = Machine(self.ptx)

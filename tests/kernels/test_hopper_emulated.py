@@ -21,6 +21,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.reference import operand_weight, quantize_tokens
 from tests.kernels import many_experts
+from tests.kernels.mma import generated
 from tests.needs import EVERY_KERNEL
 from tests.ptx.machine import Machine
 from tests.ptx.state import InUse, TensorMap
@@ -118,13 +119,15 @@ class Emulated:
     """A compiled kernel and what it is launched with."""
 
     def __init__(self, scheme: str, dtype: torch.dtype, tile: Tile, grouped: bool = False):
+        from anybit.kernels.hopper import stream_k, tile_order
+
         self.fmt, self.activation = parse_scheme(scheme)
         self.dtype = dtype
         self.operand = operands.operand_of(self.activation, dtype)
         decoder = decoder_for(self.fmt, getattr(torch, self.operand))
         self.tile = tiles.fitted(tile, decoder, grouped)
         kernel = Kernel(decoder, self.tile, operands.NAMES[dtype], grouped=grouped)
-        self.ptx, _, self.shared = kernel.generate()
+        self.ptx, _, self.shared = generated(kernel, stream_k.LEAST_UNITS, tile_order.NEAR)
         self.machine = Machine(self.ptx)
 
     def tokens(self, m: int, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
