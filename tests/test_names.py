@@ -59,7 +59,7 @@ def test_what_is_no_string_is_refused() -> None:
     ("name", "message"),
     [
         ("Liqiud", "did you mean liquid"),
-        ("q4_k_m", "'q4_k_m': q4_k_m is a mixture of formats: give q4_k, or a plan of several"),
+        ("q4_k_m", "'q4_k_m': q4_k_m is a mixture of formats, for a whole model: give q4_k"),
         ("AWQ", "awq is a method and no format: choose a format, such as int4:group=128"),
         ("bf16", "layers keep their dtype where a plan leaves them unquantized"),
         ("liquid@int8", "quantizes activations as well; here is a format of weights, 'liquid'"),

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,9 +88,11 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
+        counts = Counter(self.schemes.values()).most_common()
+        each = f" ({', '.join(f'{n} {scheme}' for scheme, n in counts)})" * (len(counts) > 1)
         return (
             f"{self.out}: {len(self.schemes)} layers with {self.weights / 1e6:.4g} million weights "
-            f"quantized, {len(self.kept)} tensors kept, {left_out(self.dropped)}; "
+            f"quantized{each}, {len(self.kept)} tensors kept, {left_out(self.dropped)}; "
             f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} in "
             f"{self.seconds:.3g} s"
         )

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -150,6 +150,7 @@ def quantize(
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length", "kv_scales")
     say(f"reading {model}")
+    from anybit.checkpoint.architecture import bare_model
     from anybit.checkpoint.foreign.ready import dense_directory
     from anybit.checkpoint.quantize import quantize_directory, trained_method
     from anybit.checkpoint.rewrite import check_paths
@@ -160,7 +161,10 @@ def quantize(
         warn_of_few_bits,
     )
 
-    chosen = plan_of_options(formats, plan, calibrate is not None)
+    def bare() -> Any:
+        return bare_model(dense_directory(check_paths(model, out, overwrite)))
+
+    chosen = plan_of_options(formats, plan, calibrate is not None, bare)
     with pushing(out, push_to):
         if method == "grid":
             method = trained_method(dense_directory(check_paths(model, out, overwrite)), chosen)

@@ -1,6 +1,6 @@
 """What commands make of their options."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import typer
 from anybit.core.scheme import parse_scheme
 from anybit.evaluate.corpus import calibration_text, prose
 from anybit.formats.presets import default_format
-from anybit.nn.plan import plan_from, plan_of, read_plan
+from anybit.nn.mixes import MIXTURE
+from anybit.nn.model import without_mixtures
+from anybit.nn.plan import Plan, plan_from, plan_of, read_plan
 from anybit.progress import say
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.registry import CALIBRATED
@@ -31,16 +33,25 @@ def calibration_of(source: str, samples: int, length: int, kv_scales: bool = Fal
 
 
 def plan_of_options(
-    formats: list[str] | None, file: Path | None, calibrated: bool
+    formats: list[str] | None, file: Path | None, calibrated: bool, model: Callable[[], Any]
 ) -> dict[str, str | None]:
-    """The plan of --format or --plan; without them a format for this machine, and says which."""
+    """The plan of --format or --plan; without them a format for this machine, and says which.
+
+    model: on the meta device, for mixtures of formats.
+    """
     if file:
-        return plan_of(read_plan(file))
+        return plan_for(read_plan(file), model)
     if not formats:
         spec, why = default_format(calibrated)
         say(f"no --format: {spec} ({why}); `anybit formats` lists the others")
         formats = [spec]
-    return plan_of(plan_from(formats))
+    return plan_for(plan_from(formats), model)
+
+
+def plan_for(plan: Plan, model: Callable[[], Any]) -> dict[str, str | None]:
+    """The plan in anybit's names, without mixtures."""
+    mixed = any(MIXTURE.fullmatch(str(scheme).strip().lower()) for scheme in plan.values())
+    return plan_of(without_mixtures(model(), plan) if mixed else plan)
 
 
 def default_calibration(plan: Mapping[str, str | None], method: str | None) -> Calibration | None:

@@ -26,7 +26,7 @@ ALIASES = {  # of llm-compressor and vLLM, MLX and bitsandbytes, llama.cpp
 }
 METHODS = ("gptq", "awq", "hqq", "rtn", "smoothquant", "autoround")
 DENSE = ("bf16", "bfloat16", "fp16", "float16", "f16", "fp32", "none")
-MIXTURE = re.compile(r"(q[2-6]_k)_[sml]")
+MIXTURE = re.compile(r"(q[2-6]_k)_[sml]")  # of which nn/mixes.py makes plans of some
 
 
 def own_spec(spec: str) -> str:
@@ -55,7 +55,7 @@ def explained(name: str) -> str | None:
     if mixture := MIXTURE.fullmatch(name):
         own = mixture[1]
         return (
-            f"{name} is a mixture of formats: give {own}, or a plan of several, such as "
-            f"{own} for all and q6_k for *.down_proj"
+            f"{name} is a mixture of formats, for a whole model: give {own}, or a plan of several, "
+            f"such as {own} for all and q6_k for *.down_proj"
         )
     return None

@@ -19,6 +19,7 @@ from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
 from anybit.nn.gates import gates
 from anybit.nn.linear import QuantLinear, is_conv1d
+from anybit.nn.mixes import unmixed
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
 from anybit.nn.quantized import Quantized
@@ -163,6 +164,13 @@ def schemes_in(model: nn.Module, plan: Plan) -> dict[str, str]:
     return resolve(dense_layers(model), plan, embedding_layers(model))
 
 
+def without_mixtures(model: nn.Module, spec: Spec | Plan) -> Spec | Plan:
+    """A spec in which formats of a model's layers take the place of llama.cpp's mixtures."""
+    kept = {*output_embeddings(model), *tied_heads(model), *gates(model)}
+    shapes = {n: s for n, s in dense_layers(model).items() if n not in kept and min(s) >= TINY}
+    return unmixed(spec, shapes, getattr(model, "config", None))
+
+
 def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     """The plan that a spec stands for, with the layers that "*" does not mean.
 
@@ -178,7 +186,8 @@ def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
     Returns:
         A plan that needs no model to be understood.
     """
-    plan, shapes = plan_of(spec), dense_layers(model)
+    shapes = dense_layers(model)
+    plan = plan_of(without_mixtures(model, spec))
     tied, words = tied_heads(model), embedding_layers(model)
     for name in sorted(tied.keys() & shapes.keys()):
         patterns = patterns_for(tied[name], plan, True) if tied[name] in words else []
