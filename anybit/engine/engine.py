@@ -71,6 +71,7 @@ class Engine:
         self.flight: Flight | None = None  # the next step, if it was started ahead
         self.begun = 0.0  # when the device turned to the step that runs
         self.stats, self.observer = Stats(), Observer()
+        self.tell: Callable[[list[Delta]], None] | None = None  # what is known while a step runs
         self.served = False  # by a server, whose thread is then the one
         self.prepare: Callable[[], None] | None = None  # what is still to be done before it serves
         self.spare: Callable[[Callable[[], bool]], bool] | None = None  # see `idle`
@@ -187,8 +188,9 @@ class Engine:
         """Run one step. If it fails, its sequences run one by one; those that fail end in "error".
 
         On a GPU the host keeps ahead: where that is possible, the next step is started before this
-        one's tokens are known, and those of the step before are told while both run. Where
-        there are grammars, these follow the tokens while the model runs, before it is sampled.
+        one's tokens are known, and those of the step before are told (`tell`) while both run.
+        Where there are grammars, these follow the tokens while the model runs, before it is
+        sampled.
         """
         flight, self.flight = self.flight, None
         if flight is None:
@@ -203,6 +205,9 @@ class Engine:
                 following = self._following(flight.scheduled)
                 self.flight = self._launch(following, flight) if following else None
                 out = self._read()
+                if self.tell is not None:
+                    self.tell(out)
+                    out = []
             tokens, logprobs = flight.wait()
         except Exception as error:
             self.flight = None

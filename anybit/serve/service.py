@@ -142,6 +142,7 @@ class Service:
         try:
             self._greet()
             engine.prepared()
+            engine.tell = self._tell_now
             self._broadcast(channel.State(False))
             while self._commands():
                 if engine.busy:
@@ -162,7 +163,7 @@ class Service:
             self._compiler.shutdown(wait=False, cancel_futures=True)
             for end in self._wake:
                 end.close()
-            engine.served = False
+            engine.served, engine.tell = False, None
 
     # The loop.
 
@@ -368,6 +369,11 @@ class Service:
             front.tokens.append(delta.tokens[0] if delta.tokens else -1)
             if delta.finish:
                 self._ended(delta.request)
+
+    def _tell_now(self, deltas: list[Delta]) -> None:
+        """Tell them in the middle of a step, for whose end they would wait: 20 ms, if it reads."""
+        self._tell(deltas)
+        self._flush()
 
     def _flush(self) -> None:
         """Send what was noted."""

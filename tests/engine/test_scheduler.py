@@ -1,5 +1,7 @@
 """What runs in a step, and what a text that gave its blocks back must run again."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -158,6 +160,26 @@ def test_penalties_and_grammars_hold_no_step_back(grammars: bool) -> None:
     assert sum(ahead) >= len(ahead) - 1
     assert len(ahead) > 20
     assert not llm.engine.busy
+
+
+def test_tokens_are_told_before_the_next_step_has_ended() -> None:
+    llm, events = LLM(PICO, dtype="float32"), list[object]()
+    runner, launch = llm.engine.runner, llm.engine.runner.launch
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    (want,) = llm.generate([[5, 6]], params)
+
+    def seen(scheduled: list, previous: object) -> object:
+        flight = launch(scheduled, previous)
+        return replace(flight, wait=lambda: (events.append("waits"), flight.wait())[1])
+
+    runner.overlaps, runner.launch = True, seen
+    llm.engine.tell = lambda deltas: events.extend(delta.tokens[0] for delta in deltas)
+    llm.engine.add("a", [5, 6], params)
+    while llm.engine.busy:
+        events += [delta.tokens[0] for delta in llm.engine.step()]
+    first, second, third, last = want.completions[0].tokens
+    assert events[:6] == ["waits", first, "waits", second, "waits", third]
+    assert [e for e in events if e != "waits"] == [first, second, third, last]
 
 
 def test_what_fails_to_be_sampled_takes_no_neighbour_with_it(
