@@ -4,24 +4,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from anybit.cli.group import check_outputs, listed
 from anybit.progress import say
 
 
 def info(
-    model: Annotated[Path, typer.Argument(help="A model: a directory, or ORG/NAME of the hub.")],
+    model: Annotated[Path, Argument(help="A model: a directory, or ORG/NAME of the hub.")],
     formats: Annotated[
-        str | None, typer.Option("--format", help="Formats, separated by ';'. The usual if absent.")
+        str | None, Option("--format", help="Formats, separated by ';'. The usual if absent.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="GPUs, separated by ';': 'RTX 4090', l40s, h100, ...")
+        str | None, Option(help="GPUs, separated by ';': 'RTX 4090', l40s, h100, ...")
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of another machine: 24GB.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences at the same time.")] = 1,
+    memory: Annotated[str | None, Option(help="Memory of another machine: 24GB.")] = None,
+    context: Annotated[int, Option(min=1, help="Tokens of a sequence.")] = 4096,
+    sequences: Annotated[int, Option(min=1, help="Sequences at the same time.")] = 1,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all of it to this file as well.")
+        Path | None, Option("--json", help="Write all of it to this file as well.")
     ] = None,
 ) -> None:
     """Tell a model's size in each format, where it fits, and what runs it.
@@ -44,8 +45,8 @@ def info(
 
 
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    clear: Annotated[bool, Option("--clear", help="Remove all of it.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Show what anybit keeps on this disk to be faster the next time, or clear it.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from anybit.cli import about, authors, scores
 from anybit.cli.group import Commands, check_outputs, examples, listed, no_effect, pushing
@@ -20,9 +21,13 @@ Environment: ANYBIT_CACHE is the folder of what anybit keeps (see `anybit cache`
 HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE count for models of the hub. A mistake is one line;
 ANYBIT_DEBUG=1 shows where it comes from.
 """
+Dense = Annotated[Path, Argument(help=f"An unquantized model: {MODEL_HELP}")]
+Out = Annotated[Path, Option("--out", "-o", help="Directory to write.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace an older OUT.")]
+Length = Annotated[int, Option(min=1, help="Tokens in each, at most.")]
 PushTo = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="ORG/NAME", help="Upload OUT to the hub at the end; a new repository is private."
     ),
 ]
@@ -46,7 +51,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Store and run the linear layers of language models in any number of bits."""
     if version:
@@ -64,14 +69,12 @@ def root(
 )
 def demo(
     formats: Annotated[
-        str | None, typer.Option(help="Formats to show, separated by ';'. All families if absent.")
+        str | None, Option(help="Formats to show, separated by ';'. All families if absent.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=100, help="Held-out tokens that every format is scored on.")
+        int, Option(min=100, help="Held-out tokens that every format is scored on.")
     ] = 16384,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go.")] = Path(
-        "out/demo"
-    ),
+    out: Annotated[Path, Option("--out", "-o", help="Where the results go.")] = Path("out/demo"),
 ) -> None:
     """Quantize a small real model to every family of formats, and measure each.
 
@@ -100,11 +103,11 @@ def demo(
 )
 def quantize(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    model: Dense,
+    out: Out,
     formats: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--format",
             help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
             "none leaves them unquantized. May be repeated; the last match wins. If absent, one "
@@ -112,11 +115,11 @@ def quantize(
         ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="A JSON file {pattern: format or null} instead.")
+        Path | None, Option(help="A JSON file {pattern: format or null} instead.")
     ] = None,
     calibrate: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Text to calibrate on: a file of plain text; JSON, CSV or parquet with records of "
             '"text", "messages", or "prompt" and "completion"; or what comes with Python: prose, '
             "its documentation, or python, its modules. If absent, a little of prose for formats "
@@ -125,19 +128,19 @@ def quantize(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Without text: rtn (rounds to nearest), clip or hqq; grid finds the scales that "
             "the weights were trained on (QAT), if they were. With text: gptq (the "
             "default), gptq+gradients (slower, loses less), additive (the default for codebooks), "
             "rotate+gptq, smooth, or smooth+gptq (the default where activations are quantized too)."
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Windows of text to calibrate on.")] = 128,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
+    samples: Annotated[int, Option(min=1, help="Windows of text to calibrate on.")] = 128,
+    length: Length = 2048,
     kv_scales: Annotated[
-        bool, typer.Option("--kv-scales", help="Also store int8 scales of the KV cache.")
+        bool, Option("--kv-scales", help="Also store int8 scales of the KV cache.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    overwrite: Overwrite = False,
     push_to: PushTo = None,
 ) -> None:
     """Quantize a model of any size, tensor by tensor: it never has to fit in memory.
@@ -190,19 +193,17 @@ def quantize(
     )
 )
 def refine(
-    model: Annotated[Path, typer.Argument(help="A checkpoint of anybit.")],
-    dense: Annotated[
-        Path, typer.Option("--dense", help=f"The model that it was made of: {MODEL_HELP}")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    model: Annotated[Path, Argument(help="A checkpoint of anybit.")],
+    dense: Annotated[Path, Option("--dense", help=f"The model that it was made of: {MODEL_HELP}")],
+    out: Out,
     calibrate: Annotated[
-        str, typer.Option(help="Text to tune on, as of quantize --calibrate.")
+        str, Option(help="Text to tune on, as of quantize --calibrate.")
     ] = "prose",
-    steps: Annotated[int, typer.Option(min=1, help="Of gradient descent.")] = 150,
-    batch: Annotated[int, typer.Option(min=1, help="Windows of text in a step.")] = 4,
-    samples: Annotated[int, typer.Option(min=1, help="Windows of text to tune on.")] = 512,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in each, at most.")] = 1024,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    steps: Annotated[int, Option(min=1, help="Of gradient descent.")] = 150,
+    batch: Annotated[int, Option(min=1, help="Windows of text in a step.")] = 4,
+    samples: Annotated[int, Option(min=1, help="Windows of text to tune on.")] = 512,
+    length: Annotated[int, Option(min=2, help="Tokens in each, at most.")] = 1024,
+    overwrite: Overwrite = False,
     push_to: PushTo = None,
 ) -> None:
     """Tune a quantized model's scales, norms and codes to predict what the dense model does.
@@ -235,15 +236,13 @@ def refine(
     )
 )
 def convert(
-    model: Annotated[
-        Path, typer.Argument(help=f"A model that another tool quantized: {MODEL_HELP}")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write.")],
+    model: Annotated[Path, Argument(help=f"A model that another tool quantized: {MODEL_HELP}")],
+    out: Out,
     to: Annotated[
         list[str] | None,
-        typer.Option("--to", help="Round to FORMAT instead, or PATTERN=FORMAT; may be repeated."),
+        Option("--to", help="Round to FORMAT instead, or PATTERN=FORMAT; may be repeated."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    overwrite: Overwrite = False,
     push_to: PushTo = None,
 ) -> None:
     """Turn a checkpoint of another tool into one of anybit, with the same weights bit for bit.
@@ -270,15 +269,13 @@ def convert(
 )
 def export(
     model: Annotated[
-        Path, typer.Argument(help="A checkpoint of anybit: a directory, or ORG/NAME of the hub.")
+        Path, Argument(help="A checkpoint of anybit: a directory, or ORG/NAME of the hub.")
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Directory to write; for gguf, the file.")
-    ],
+    out: Annotated[Path, Option("--out", "-o", help="Directory to write; for gguf, the file.")],
     to: Annotated[
-        str, typer.Option("--to", help="Target layout: compressed-tensors or gguf.")
+        str, Option("--to", help="Target layout: compressed-tensors or gguf.")
     ] = "compressed-tensors",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older OUT.")] = False,
+    overwrite: Overwrite = False,
     push_to: PushTo = None,
 ) -> None:
     """Write a checkpoint for other engines, with the same weights bit for bit.
@@ -302,27 +299,27 @@ def export(
 )
 def plan(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help=f"An unquantized model: {MODEL_HELP}")],
+    model: Dense,
     bits: Annotated[
         float,
-        typer.Option(min=0.1, max=16, help="Stored bits of a weight, on average, with scales."),
+        Option(min=0.1, max=16, help="Stored bits of a weight, on average, with scales."),
     ],
     calibrate: Annotated[
-        str | None, typer.Option(help="Text to measure on, as of quantize --calibrate.")
+        str | None, Option(help="Text to measure on, as of quantize --calibrate.")
     ] = None,
     candidates: Annotated[
-        str | None, typer.Option(help="Formats to choose from, separated by ';'.")
+        str | None, Option(help="Formats to choose from, separated by ';'.")
     ] = None,
     head: Annotated[
         str,
-        typer.Option(help="Format of the output head, not counted in the budget; none keeps it."),
+        Option(help="Format of the output head, not counted in the budget; none keeps it."),
     ] = "int8",
-    samples: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 32,
-    length: Annotated[int, typer.Option(min=1, help="Tokens in each, at most.")] = 2048,
+    samples: Annotated[int, Option(min=1, help="Windows of text to measure on.")] = 32,
+    length: Length = 2048,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the plan for quantize --plan.")
+        Path | None, Option("--out", "-o", help="Write the plan for quantize --plan.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the choice (PNG, SVG or PDF).")] = None,
 ) -> None:
     """Choose a format for every layer under a budget of memory.
 
@@ -388,15 +385,13 @@ app.command(
     )
 )
 def generate(
-    model: Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    model: Annotated[Path, Argument(help=f"A model: {MODEL_HELP}")],
+    prompt: Annotated[str, Argument(help="Text to continue.")],
+    max_tokens: Annotated[int, Option(min=1, help="Tokens to write, at most.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
+        float, Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")
-    ] = 0,
+    seed: Annotated[int, Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Continue a prompt, token by token as they come."""
     check_text(prompt)
@@ -440,11 +435,11 @@ app.command(epilog=examples("anybit cache", "anybit cache --clear --yes"))(about
 def doctor(
     formats: Annotated[
         list[str] | None,
-        typer.Argument(help="Formats to explain in full; all of them in short if absent."),
+        Argument(help="Formats to explain in full; all of them in short if absent."),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="Write a JSON file for an issue: versions, self-tests, and times."),
+        Option(help="Write a JSON file for an issue: versions, self-tests, and times."),
     ] = None,
 ) -> None:
     """Show which kernels the formats run on, on each device, why not others, and versions."""

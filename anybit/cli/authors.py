@@ -4,19 +4,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
+
+Schemes = Annotated[
+    list[str], Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
+]
+Counts = Annotated[str, Option(help="Token counts (batch sizes) to time, such as 1,16,256.")]
 
 
 def bench(
-    formats: Annotated[
-        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
-    ],
+    formats: Schemes,
     shape: Annotated[
-        list[str], typer.Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
+        list[str], Option(help="Outputs x inputs of a layer, NxK. May be repeated.")
     ] = ["4096x4096"],  # noqa: B006
-    m: Annotated[
-        str, typer.Option(help="Token counts (batch sizes) to time, such as 1,16,256.")
-    ] = "1,16,256",
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file as well.")] = None,
+    m: Counts = "1,16,256",
+    csv: Annotated[Path | None, Option(help="Write the rows to this file as well.")] = None,
 ) -> None:
     """Time quantized layers against the unquantized one, on this machine's GPU or CPU.
 
@@ -30,13 +32,9 @@ def bench(
 
 
 def tune(
-    formats: Annotated[
-        list[str], typer.Argument(help="Formats; @int8 or @fp8 quantizes activations as well.")
-    ],
-    shape: Annotated[list[str], typer.Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
-    m: Annotated[
-        str, typer.Option(help="Token counts (batch sizes) to time, such as 1,16,256.")
-    ] = "1,4,16,64,256,1024",
+    formats: Schemes,
+    shape: Annotated[list[str], Option(help="Outputs x inputs of a layer, NxK. Repeatable.")],
+    m: Counts = "1,4,16,64,256,1024",
 ) -> None:
     """Find the fastest launches for this GPU, and use them from now on.
 
@@ -55,16 +53,14 @@ def tune(
 def build(
     formats: Annotated[
         list[str] | None,
-        typer.Argument(help="Formats, with @int8 or @fp8, or a checkpoint; none: the usual ones."),
+        Argument(help="Formats, with @int8 or @fp8, or a checkpoint; none: the usual ones."),
     ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="A folder instead of the user's cache.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0 is one a core.")] = 0,
-    gpu: Annotated[list[str], typer.Option(help="A GPU's usual name. May be repeated.")] = ["H200"],  # noqa: B006
+    cache: Annotated[Path | None, Option(help="A folder instead of the user's cache.")] = None,
+    jobs: Annotated[int, Option(min=0, help="Processes; 0 is one a core.")] = 0,
+    gpu: Annotated[list[str], Option(help="A GPU's usual name. May be repeated.")] = ["H200"],  # noqa: B006
     pack: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Write them, and those that Triton's cache has, to one file for `anybit serve "
             "--kernels`."
         ),

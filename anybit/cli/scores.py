@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from anybit.cli.group import check_outputs, listed, no_effect
 from anybit.progress import say
@@ -18,45 +19,43 @@ def evaluate(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help=f"A model: {MODEL_HELP} Or llama.cpp:FILE.gguf, or a server: http://HOST:PORT."
         ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="The dense model, or a file of --save-reference: adds KL and others."),
+        Option(help="The dense model, or a file of --save-reference: adds KL and others."),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="Text to score, as for --calibrate, prose too; modules of Python if absent."
-        ),
+        Option(help="Text to score, as for --calibrate, prose too; modules of Python if absent."),
     ] = None,
     answers_only: Annotated[
-        bool, typer.Option("--answers-only", help="Score answers in conversations alone.")
+        bool, Option("--answers-only", help="Score answers in conversations alone.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=2, help="Score at most so many tokens.")] = 65536,
+    tokens: Annotated[int, Option(min=2, help="Score at most so many tokens.")] = 65536,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write a receipt to this file as well.")
+        Path | None, Option("--json", help="Write a receipt to this file as well.")
     ] = None,
     card: Annotated[
-        bool, typer.Option("--card", help="Put the figures into the README.md of MODEL as well.")
+        bool, Option("--card", help="Put the figures into the README.md of MODEL as well.")
     ] = False,
     save_reference: Annotated[
         Path | None,
-        typer.Option(help="Keep this pass in a file, as a reference for --against."),
+        Option(help="Keep this pass in a file, as a reference for --against."),
     ] = None,
     verify: Annotated[
         Path | None,
-        typer.Option(help="Repeat the scoring of this receipt, and tell what differs."),
+        Option(help="Repeat the scoring of this receipt, and tell what differs."),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Run these tasks of lm-eval instead, separated by ','.")
+        str | None, Option(help="Run these tasks of lm-eval instead, separated by ','.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
+    limit: Annotated[int | None, Option(min=1, help="Documents of each task.")] = None,
+    batch: Annotated[int, Option(min=1, help="Batch size.")] = 8,
     run_code: Annotated[
-        bool, typer.Option("--run-code", help="Let tasks execute what the model writes.")
+        bool, Option("--run-code", help="Let tasks execute what the model writes.")
     ] = False,
 ) -> None:
     """Print a model's perplexity on text, or its results on tasks, beside the dense model's.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_text
@@ -203,9 +204,9 @@ def summary(llm: "LLM") -> str:
 def chat(
     model: Model,
     engine: dict[str, Any],
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.7,
+    system: Annotated[str | None, Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, Option(min=0.0, help="0: the likeliest token.")] = 0.7,
 ) -> None:
     """Talk to a model in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation.
 
@@ -219,41 +220,39 @@ def chat(
 
 
 def bench_serve(
-    url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, Argument(help="The server, such as http://127.0.0.1:8000.")],
     rate: Annotated[
         str | None,
-        typer.Option(
-            metavar="R,R...", help="Requests a second, at random times; a line for each rate."
-        ),
+        Option(metavar="R,R...", help="Requests a second, at random times; a line for each rate."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of arrivals, with --rate.")] = 30.0,
+    seconds: Annotated[float, Option(min=0.1, help="Of arrivals, with --rate.")] = 30.0,
     streams: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="N,N...",
             help="Without --rate: requests at the same time; a line for each number.",
         ),
     ] = "16",
-    requests: Annotated[int, typer.Option(min=1, help="Without --rate: requests in all.")] = 64,
+    requests: Annotated[int, Option(min=1, help="Without --rate: requests in all.")] = 64,
     prompt: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="N[~S[:A-B]]",
             help="Tokens of a prompt: 128; or 270~1.0:16-3000, lognormal with this median and "
             "spread, within bounds.",
         ),
     ] = "128",
     output: Annotated[
-        str, typer.Option(metavar="N[~S[:A-B]]", help="Tokens of an answer, in the same way.")
+        str, Option(metavar="N[~S[:A-B]]", help="Tokens of an answer, in the same way.")
     ] = "128",
     largest_token: Annotated[
-        int, typer.Option(min=101, help="Prompts use tokens from 100 up to below this.")
+        int, Option(min=101, help="Prompts use tokens from 100 up to below this.")
     ] = 4096,
     api_key: Annotated[
-        str | None, typer.Option(envvar=KEY, help="Key.", rich_help_panel=SECURITY)
+        str | None, Option(envvar=KEY, help="Key.", rich_help_panel=SECURITY)
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file, too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them (PNG, SVG or PDF).")] = None,
+    json: Annotated[Path | None, Option(help="Write the rows to this file, too.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw them (PNG, SVG or PDF).")] = None,
 ) -> None:
     """Put load on a running server, and print what its users see: `anybit bench serve`.
 

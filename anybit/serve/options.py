@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from anybit.engine.config import ADVANCED, LIMITS, MODEL, EngineConfig, texts
 from anybit.errors import InvalidInput
@@ -17,29 +18,25 @@ from anybit.files.server import KEY
 SECURITY = "Security"
 GROUPS = ("", MODEL, LIMITS, SECURITY, ADVANCED)  # of options in --help
 MODEL_HELP = "a directory, a GGUF file, or ORG/NAME of the hub, with @REVISION or :Q4_K_M (GGUF)."
-Model = Annotated[Path, typer.Argument(help=f"A model: {MODEL_HELP}")]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")]
+Model = Annotated[Path, Argument(help=f"A model: {MODEL_HELP}")]
+Host = Annotated[str, Option(help="Address to listen on.")]
+Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0: any.")]
 Names = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--served-model-name",
         "--name",
         help="The model's name for clients; several are aliases. The directory's if absent.",
     ),
 ]
-LogLevel = Annotated[
-    str, typer.Option(help="debug, info (a line for each API call), warning or error.")
-]
+LogLevel = Annotated[str, Option(help="debug, info (a line for each API call), warning or error.")]
 ChatTemplate = Annotated[
     Path | None,
-    typer.Option(
-        help="File of a chat template, instead of the model's own.", rich_help_panel=MODEL
-    ),
+    Option(help="File of a chat template, instead of the model's own.", rich_help_panel=MODEL),
 ]
 Queue = Annotated[
     int,
-    typer.Option(
+    Option(
         min=0,
         help="Sequences that may wait; further requests get 503.",
         rich_help_panel=LIMITS,
@@ -47,7 +44,7 @@ Queue = Annotated[
 ]
 FrontEndCount = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--front-ends",
         min=1,
         max=64,
@@ -57,7 +54,7 @@ FrontEndCount = Annotated[
 ]
 Grace = Annotated[
     float,
-    typer.Option(
+    Option(
         min=0,
         max=86400,
         help="Seconds that requests have to finish at shutdown.",
@@ -66,7 +63,7 @@ Grace = Annotated[
 ]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--api-key",
         envvar=KEY,
         help="Key that clients must send; any of several. Given here, it replaces those of the "
@@ -76,7 +73,7 @@ ApiKeys = Annotated[
 ]
 Origins = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--allowed-origins",
         help="Web pages that may call the server, https://HOST; * for all.",
         rich_help_panel=SECURITY,
@@ -84,7 +81,7 @@ Origins = Annotated[
 ]
 ToolParser = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Form of tool calls, if the chat template does not tell: hermes, ...",
         rich_help_panel=ADVANCED,
     ),
@@ -142,7 +139,7 @@ def option(field: "dataclasses.Field[Any]", text: str) -> inspect.Parameter:
     else:
         kind = type(default)
     flag = field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
-    shown = typer.Option(
+    shown = Option(
         flag,
         help=text.partition("\n\n")[0].replace("\n", " "),
         min=field.metadata.get("min"),
