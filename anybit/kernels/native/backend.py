@@ -40,8 +40,7 @@ MANY = 512  # activations whose sums fit into the cache beside a tile
 LARGEST_K = 1 << 16  # products of two bytes add up to less than 2**31
 SERIAL = 1 << 18  # products that one thread makes sooner than two would be woken
 SECTION = 1 << 10  # bytes of a table
-# Of `table.Table.facts`: whole numbers of 8 bits from -128 on, a scale a row.
-WHOLE = (8, -128, 0, 0, 1, 0, 0, probing.NONE, 0)
+WHOLE = probing.Facts(8, -128, whole=1)  # whole numbers from -128 on, a scale a row
 SECTIONS = (  # kinds of operands, dtypes of activations
     ("bf16", torch.bfloat16),
     ("fp32", torch.bfloat16),
@@ -117,7 +116,7 @@ def prepare(
     facts, fine = table.facts(fmt.bits), table.fine if banded else None
     scales, offsets = (_padded(t, more, banded) for t in (table.scale, table.offset))
     if fine is not None:
-        facts = *facts[:-1], fine.step.shape[1] // fine.d.shape[1]
+        facts = facts._replace(wide=fine.step.shape[1] // fine.d.shape[1])
         scales = _products(fine.d, fine.step)
         if fine.base is not None and fine.low is not None:
             offsets = _products(-fine.base, fine.low)
@@ -203,16 +202,16 @@ def _tables(table: probing.Table, bits: int, level: Isa) -> Tensor:
     return out
 
 
-def _signed(fmt: Format, facts: tuple[int, ...]) -> Signed:
+def _signed(fmt: Format, facts: probing.Facts) -> Signed:
     """Codes that are rows of a table."""
-    return Signed(facts[0], fmt.width, bool(facts[5]))
+    return Signed(facts.bits, fmt.width, bool(facts.signed))
 
 
-def _codes(facts: tuple[int, ...], dtype: torch.dtype) -> Codes:
+def _codes(facts: probing.Facts, dtype: torch.dtype) -> Codes:
     """Codes of one weight each, multiplied with activations of this dtype."""
-    bits, first, _, _, _, signed, short, half, _ = facts
-    first_, half_ = (None if number == probing.NONE else number for number in (first, half))
-    return Codes(bits, first_, bool(signed), bool(short) or dtype == torch.bfloat16, half_)
+    first, half = (None if x == probing.NONE else x for x in (facts.first, facts.half))
+    short = bool(facts.short) or dtype == torch.bfloat16
+    return Codes(facts.bits, first, bool(facts.signed), short, half)
 
 
 class Product(NamedTuple):
@@ -242,7 +241,7 @@ class Product(NamedTuple):
 @cache
 def _product(
     fmt: Format,
-    facts: tuple[int, ...],
+    facts: probing.Facts,
     activation: str | None,
     dtype: torch.dtype,
     level: Isa,
@@ -254,8 +253,7 @@ def _product(
 
     tail: as in `gemv.Few`. bands: of a strip, as in `gemm.product`.
     """
-    bits, _, group, number, *_, wide = facts
-    form = probing.FORMS[number]
+    bits, group, wide, form = facts.bits, facts.group, facts.wide, probing.FORMS[facts.form]
     vectors = _is_vectors(fmt)
     tokens = FEW + 1 if vectors and fmt.hashed is None else m
     operand = _operand(facts, activation, dtype, level, tokens, _is_banded(fmt, level))
@@ -293,7 +291,7 @@ def _product(
 
 
 def _operand(
-    facts: tuple[int, ...],
+    facts: probing.Facts,
     activation: str | None,
     dtype: torch.dtype,
     level: Isa,
@@ -301,16 +299,15 @@ def _operand(
     banded: bool,
 ) -> Operand:
     """What is multiplied with m tokens: whole numbers, or numbers of the activation's dtype."""
-    bits, first, group, _, whole, *_ = facts
-    if activation == "int8" and whole:
+    if activation == "int8" and facts.whole:
         # Groups have no shift, which makes up for codes of 8 bits that are 128 less.
-        fits = (banded or group % 64 == 0) and not (
-            level.byte_operand == "s8" and group and bits == 8
+        fits = (banded or facts.group % 64 == 0) and not (
+            level.byte_operand == "s8" and facts.group and facts.bits == 8
         )
         return Operand(level.byte_operand if level.byte_operand and fits else "i16", level, banded)
     if dtype != torch.bfloat16:
         return Operand("fp32", level, banded)
-    if m <= FEW and first != probing.NONE and activation is None and not level.arm:
+    if m <= FEW and facts.first != probing.NONE and activation is None and not level.arm:
         # Bytes twice are sooner multiplied than 16 bits, if there are registers for both sums.
         split = banded and level.byte_operand and (m <= 2 or level.bits == 512)
         return Operand("split" if split else "fixed", level, banded)
@@ -319,28 +316,29 @@ def _operand(
 
 def linear(x: Tensor | Activations, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """x (M, K) -> (M, N)."""
-    facts = tuple(prepared.layout[0].tolist())
-    if len(facts) == 1:
+    numbers = prepared.layout[0].tolist()
+    if len(numbers) == 1:
         own = prepared._replace(layout=prepared.layout[1:])
-        return _other(bool(facts[0])).linear(x, own, bias)
+        return _other(bool(numbers[0])).linear(x, own, bias)
+    facts = probing.Facts(*numbers)
     if x.dtype == torch.float64:  # sums are those of fp32
         few = x._replace(dtype=torch.float32) if isinstance(x, Activations) else x.float()
         return linear(few, prepared, bias).double()
     level = isa()
     assert level is not None
-    numbers, scale = _numbers(x, prepared.activation, level)
-    m, n = len(numbers), prepared.shape[0]
+    tokens, scale = _numbers(x, prepared.activation, level)
+    m, n = len(tokens), prepared.shape[0]
     banded = _is_banded(prepared.format, level)
     y = torch.empty(m, n, dtype=x.dtype)
     offset = _zeros(n) if bias is None else bias.float().contiguous()
     for part in range(0, m, MANY):
         rows = slice(part, part + MANY)
-        tokens = (1, 1, 2, 4, 4)[m - part] if m - part <= FEW else FEW + 1
+        count = (1, 1, 2, 4, 4)[m - part] if m - part <= FEW else FEW + 1
         tail = 0 if banded else laid(prepared.shape[1]) % BLOCK
-        bands = gemm.bands(level, n, torch.get_num_threads()) if banded and tokens > FEW else 0
-        how = prepared.format, facts, prepared.activation, x.dtype, level, tokens, tail, bands
+        bands = gemm.bands(level, n, torch.get_num_threads()) if banded and count > FEW else 0
+        how = prepared.format, facts, prepared.activation, x.dtype, level, count, tail, bands
         token_scale = None if scale is None else scale[rows]
-        _multiply(numbers[rows], token_scale, prepared, _product(*how), offset, y[rows])
+        _multiply(tokens[rows], token_scale, prepared, _product(*how), offset, y[rows])
     return y
 
 

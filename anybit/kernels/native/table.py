@@ -11,6 +11,7 @@ a format of a stranger is multiplied as fast as one of ours, or it is no table, 
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,31 @@ LEAST = 4  # columns with scales of their own: fewer would cost more than 16 bit
 
 class NoTable(InvalidInput):
     """The format's values are no table of one scale and offset a group."""
+
+
+class Facts(NamedTuple):
+    """What kernels are compiled for, as whole numbers, which a tensor of a layout holds.
+
+    Attributes:
+        bits: Of a code; of a row's number, where there are rows.
+        first: As in `Table`, like `group` and `whole`.
+        form: Index of `Table.form`.
+        signed: Whether the upper half of the table is the lower one with the other sign, or rows
+            have signs.
+        short: Whether all numbers are ones of bf16.
+        half: As in `Table`.
+        wide: 1 if scales are fp32; of bands, groups that share what is fine; else 0.
+    """
+
+    bits: int
+    first: int = NONE
+    group: int = 0
+    form: int = 0
+    whole: int = 0
+    signed: int = 0
+    short: int = 0
+    half: int = NONE
+    wide: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,27 +88,27 @@ class Table:
     rows: Rows | None = None
     fine: Fine | None = None
 
-    def facts(self, bits: int) -> tuple[int, ...]:
-        """What kernels are compiled for, as numbers.
-
-        `bits` (of a row's number, where there are rows), `first`, `group`, the index of `form`,
-        `whole`; whether the upper half of the table is the lower one with the other sign, or rows
-        have signs; whether all numbers are ones of bf16; `half`; 1 if scales are fp32, else 0.
-        """
-        first = NONE if self.first is None else self.first
+    def facts(self, bits: int) -> Facts:
+        """bits: of a code."""
         signed = short = False
         if self.values.dim() == 1:
             words = self.values.contiguous().view(torch.int32)
             low, high = words.chunk(2)
             signed = torch.equal(low ^ -(2**31), high)
             short = not (words & 0xFFFF).any()
-        form = FORMS.index(self.form)
         if self.rows is not None:
             bits, signed = len(self.values).bit_length() - 1, self.rows.signs is not None
-        half = NONE if self.half is None else self.half
-        wide = self.scale is not None and self.scale.dtype == torch.float32
-        known = bits, first, self.group, form, int(self.whole), int(signed), int(short), half
-        return *known, int(wide)
+        return Facts(
+            bits,
+            NONE if self.first is None else self.first,
+            self.group,
+            FORMS.index(self.form),
+            int(self.whole),
+            int(signed),
+            int(short),
+            NONE if self.half is None else self.half,
+            int(self.scale is not None and self.scale.dtype == torch.float32),
+        )
 
 
 class _Asked(dict[str, Tensor]):
