@@ -1,4 +1,6 @@
-"""The models that the engine runs itself: one file each, of the parts in `layers`.
+"""The models that the engine runs itself, as `layers.Decoder`s of the parts in `parts`.
+
+Those that differ from Llama in options alone are in `llama`, the others have a file each.
 
 All others are transformers' own, on the engine's cache where that is possible (`hosted`).
 """

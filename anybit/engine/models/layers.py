@@ -75,19 +75,17 @@ class Block(nn.Module):
     """One decoder layer: attention and MLP, each between norms and around a residual.
 
     Adding to the residual stream x is left to the next norm, which takes what is to be added.
-    multiplier: of what is added.
+    model: whose norms it has. multiplier: of what is added.
     """
 
     def __init__(
-        self, weights: Weights, name: str, config: PretrainedConfig, attention: Mixer,
-        mlp: nn.Module, norms: Norms, kind: NormKind, multiplier: float,
-    ):  # fmt: skip
+        self, model: "Decoder", weights: Weights, name: str, attention: Mixer, mlp: nn.Module
+    ):
         super().__init__()
-        size, eps = config.hidden_size, norm_eps(config)
         self.attention_norm, self.after_attention, self.mlp_norm, self.after_mlp = (
-            RMSNorm(weights, f"{name}.{norm}", size, eps, kind) if norm else None for norm in norms
+            model.norm_of(weights, f"{name}.{norm}") if norm else None for norm in model.norms
         )
-        self.self_attn, self.mlp, self.multiplier = attention, mlp, multiplier
+        self.self_attn, self.mlp, self.multiplier = attention, mlp, model.residual_multiplier
         if self.after_attention is None:
             leave(attention.last)
         if self.after_mlp is None:
@@ -186,16 +184,7 @@ class Decoder(nn.Module):
         """The layer `index`."""
         mixer = self.mixer(weights, name, index)
         mlp = self.mlp(weights, f"{name}.{self.mlp_name}", index)
-        return Block(
-            weights,
-            name,
-            self.config,
-            mixer,
-            mlp,
-            self.norms,
-            self.norm_kind,
-            self.residual_multiplier,
-        )
+        return Block(self, weights, name, mixer, mlp)
 
     def mixer(self, weights: Weights, name: str, index: int) -> Mixer:
         """What looks at other tokens in the layer `index`, whose name is given."""
@@ -226,11 +215,12 @@ class Decoder(nn.Module):
         """The sliding window of a layer's attention, or None."""
         return window_of(self.config, index) if self.windows else None
 
-    def last_norm(self, weights: Weights) -> nn.Module:
+    def norm_of(self, weights: Weights, name: str) -> RMSNorm:
         c = self.config
-        return RMSNorm(
-            weights, f"{self.prefix}.{self.norm_name}", c.hidden_size, norm_eps(c), self.norm_kind
-        )
+        return RMSNorm(weights, name, c.hidden_size, norm_eps(c), self.norm_kind)
+
+    def last_norm(self, weights: Weights) -> nn.Module:
+        return self.norm_of(weights, f"{self.prefix}.{self.norm_name}")
 
     @property
     def embed_tokens(self) -> Tensor:

@@ -14,12 +14,10 @@ from anybit.engine.models.layers import ATTENTION_BIAS, Biases, Decoder, Norms
 from anybit.engine.models.llama import Llama
 from anybit.engine.models.parts import (
     MLP,
-    PLAIN,
     Mixer,
     MoE,
     NormKind,
     RMSNorm,
-    norm_eps,
     wanted_by,
 )
 from anybit.engine.models.recurrent import Mamba1, Mamba2, MambaSizes, mamba2
@@ -149,9 +147,9 @@ class FalconMLP(MLP):
 class FalconBlock(nn.Module):
     """Mamba 2 and attention side by side, then an MLP."""
 
-    def __init__(self, weights: Weights, name: str, config: PretrainedConfig, attention: Mixer):
+    def __init__(self, model: Decoder, weights: Weights, name: str, attention: Mixer):
         super().__init__()
-        c = config
+        c = model.config
         inner = int(c.mamba_expand * c.hidden_size) if c.mamba_d_ssm is None else c.mamba_d_ssm
         self.mamba = mamba2(
             weights,
@@ -166,7 +164,7 @@ class FalconBlock(nn.Module):
         self.self_attn = attention
         self.mlp = FalconMLP(weights, f"{name}.feed_forward", c)
         self.mixer_norm, self.mlp_norm = (
-            RMSNorm(weights, f"{name}.{norm}", c.hidden_size, norm_eps(c), PLAIN)
+            model.norm_of(weights, f"{name}.{norm}")
             for norm in ("input_layernorm", "pre_ff_layernorm")
         )
         self.of_mamba = c.ssm_in_multiplier, c.ssm_out_multiplier
@@ -204,7 +202,7 @@ class FalconH1(Decoder):
 
     def block(self, weights: Weights, name: str, index: int) -> nn.Module:
         attention = self.attention(weights, f"{name}.self_attn", index)
-        return FalconBlock(weights, name, self.config, attention)
+        return FalconBlock(self, weights, name, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden) * self.config.lm_head_multiplier
@@ -213,17 +211,9 @@ class FalconH1(Decoder):
 class Single(nn.Module):
     """A norm, and one thing behind it: attention, Mamba 2, an MLP or experts."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        config: PretrainedConfig,
-        kind: NormKind,
-        mixer: nn.Module,
-    ):
+    def __init__(self, norm: RMSNorm, mixer: nn.Module):
         super().__init__()
-        self.norm = RMSNorm(weights, f"{name}.norm", config.hidden_size, norm_eps(config), kind)
-        self.mixer = mixer
+        self.norm, self.mixer = norm, mixer
 
     def forward(
         self,
@@ -259,10 +249,8 @@ class PureMamba2(Decoder):
             int(c.expand * c.hidden_size),
             c.hidden_act,
             (bias, bool(c.use_conv_bias), bias),
-            c.time_step_limit,
-            norm_eps(c),
         )
-        return Single(weights, name, c, self.norm_kind, mixer)
+        return Single(self.norm_of(weights, f"{name}.norm"), mixer)
 
 
 class Ungated(nn.Module):
@@ -302,7 +290,7 @@ class NemotronH(Decoder):
 
     def block(self, weights: Weights, name: str, index: int) -> nn.Module:
         mixer = self.part(weights, f"{name}.mixer", index)
-        return Single(weights, name, self.config, self.norm_kind, mixer)
+        return Single(self.norm_of(weights, f"{name}.norm"), mixer)
 
     def part(self, weights: Weights, name: str, index: int) -> nn.Module:
         """What a layer has behind its norm."""
@@ -325,6 +313,4 @@ class NemotronH(Decoder):
             sizes.heads * sizes.dim,
             c.mamba_hidden_act,
             (bias, bool(c.use_conv_bias), bias),
-            c.time_step_limit,
-            norm_eps(c),
         )

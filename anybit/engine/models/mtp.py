@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from anybit.engine.models.layers import Decoder, mixers_of
-from anybit.engine.models.parts import RMSNorm, norm_eps
 from anybit.engine.weights import Checkpoint, Weights
 from anybit.errors import InvalidInput
 from anybit.kernels.attention import Batch
@@ -80,7 +79,7 @@ class Mtp(Head):
         self.config, self.length = config, length
         size, at = config.hidden_size, names.prefix
         self.of_embedding, self.of_hidden, self.norm = (
-            RMSNorm(weights, f"{at}.{name}", size, norm_eps(config), self.norm_kind)
+            self.norm_of(weights, f"{at}.{name}")
             for name in (names.embedding, names.hidden, names.norm)
         )
         self.project = weights.linear([f"{at}.{names.project}"], [size], 2 * size)

@@ -6,9 +6,9 @@ from transformers import PretrainedConfig
 
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import ATTENTION_BIAS, Decoder, Further
-from anybit.engine.models.parts import Mixer, NormKind, norm_eps
+from anybit.engine.models.parts import Mixer, NormKind
 from anybit.engine.models.qwen_moe import SharedMoE, is_sparse
-from anybit.engine.models.recurrent import DeltaSizes, GatedDelta
+from anybit.engine.models.recurrent import GatedDelta
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
 
@@ -37,16 +37,7 @@ class Qwen3_5(Decoder):
             return super().mixer(weights, name, index)
         if kind != "linear_attention":
             raise UnknownModel(f"layer type {kind!r} is unknown")
-        sizes = DeltaSizes(
-            c.linear_num_key_heads,
-            c.linear_num_value_heads,
-            c.linear_key_head_dim,
-            c.linear_value_head_dim,
-            c.linear_conv_kernel_dim,
-        )
-        return GatedDelta(
-            weights, f"{name}.linear_attn", c, sizes, c.hidden_act, norm_eps(c), self.together
-        )
+        return GatedDelta(weights, f"{name}.linear_attn", c, self.together)
 
 
 class Qwen3Next(Qwen3_5):

@@ -102,10 +102,8 @@ class Mamba2(Mixer):
         inner: Channels that all heads have together by what else config.json says.
         act: Behind the convolution.
         bias: Of the input's projection, the convolution, and the output's.
-        limits: Of the time steps.
         norm: Whether there is one before the output's projection.
         gate_first: Whether the gate comes before that norm.
-        eps: Of the norm.
         scales: Of the projection's outputs: gate, x, B, C, time steps.
     """
 
@@ -118,8 +116,6 @@ class Mamba2(Mixer):
         inner: int,
         act: str,
         bias: tuple[bool, bool, bool],
-        limits: tuple[float, float],
-        eps: float,
         norm: bool = True,
         gate_first: bool = True,
         scales: tuple[float, ...] | None = None,
@@ -131,8 +127,9 @@ class Mamba2(Mixer):
                 f"config.json: {heads} heads of Mamba in {groups} groups, of {dim} channels each "
                 f"and {inner} together; groups are equally large, and so are heads"
             )
-        if tuple(limits) != (0.0, float("inf")):
-            raise UnknownModel(f"time steps within {tuple(limits)} are unknown")
+        limits = tuple(config.time_step_limit)
+        if limits != (0.0, float("inf")):
+            raise UnknownModel(f"time steps within {limits} are unknown")
         hidden = config.hidden_size
         self.parts = [inner, groups * states, groups * states, heads]  # x, B, C, time steps
         mixed = sum(self.parts[:3])
@@ -145,7 +142,7 @@ class Mamba2(Mixer):
         self.scan = StateSpace(conv, -a.exp(), d, dt_bias, dim, states)
         self.scans = (self.scan,)
         self.norm = GatedNorm(
-            weights, f"{name}.norm", inner, groups if norm else None, eps, gate_first
+            weights, f"{name}.norm", inner, groups if norm else None, norm_eps(config), gate_first
         )
         self.out_proj = weights.linear([f"{name}.out_proj"], [hidden], inner, bias[2])
         self.scale = None
@@ -182,17 +179,7 @@ def mamba2(
     )
     bias = bool(c.mamba_proj_bias)
     given = {"bias": (bias, bool(c.mamba_conv_bias), bias)} | options
-    return Mamba2(
-        weights,
-        name,
-        c,
-        sizes,
-        inner,
-        c.hidden_act,
-        limits=c.time_step_limit,
-        eps=norm_eps(c),
-        **given,
-    )
+    return Mamba2(weights, name, c, sizes, inner, c.hidden_act, **given)
 
 
 class Mamba1(Mixer):
@@ -274,24 +261,22 @@ class GatedDelta(Mixer):
     and decays of corrections.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        name: str,
-        config: PretrainedConfig,
-        sizes: DeltaSizes,
-        act: str,
-        eps: float,
-        together: bool,
-    ):
+    def __init__(self, weights: Weights, name: str, config: PretrainedConfig, together: bool):
         super().__init__()
-        heads, v_heads, dim, v_dim, window = sizes
+        c = config
+        heads, v_heads, dim, v_dim, window = sizes = DeltaSizes(
+            c.linear_num_key_heads,
+            c.linear_num_value_heads,
+            c.linear_key_head_dim,
+            c.linear_value_head_dim,
+            c.linear_conv_kernel_dim,
+        )
         if v_heads % heads:
             raise InvalidInput(
                 f"config.json: {v_heads} heads of V for {heads} of K in the delta rule; each head "
                 "of K has as many of V"
             )
-        hidden, inner = config.hidden_size, v_heads * v_dim
+        hidden, inner, act = c.hidden_size, v_heads * v_dim, activation(c.hidden_act)
         mixed = 2 * heads * dim + inner
         names, rows = ["qkv", "z", "b", "a"], [mixed, inner, v_heads, v_heads]
         if together:
@@ -299,7 +284,7 @@ class GatedDelta(Mixer):
         self.in_proj = weights.linear([f"{name}.in_proj_{part}" for part in names], rows, hidden)
         order = together_order(sizes) if together else split_order(rows)
         self.columns = order.int().to(weights.device)
-        conv = convolution(weights, f"{name}.conv1d", mixed, window, False, activation(act))
+        conv = convolution(weights, f"{name}.conv1d", mixed, window, False, act)
         a, dt_bias = (
             weights.tensor(f"{name}.{part}", (v_heads,), torch.float32)
             for part in ("A_log", "dt_bias")
@@ -307,7 +292,7 @@ class GatedDelta(Mixer):
         self.scan = DeltaRule(conv, -a.exp(), dt_bias, heads, dim, v_dim)
         self.scans = (self.scan,)
         self.norm = GatedNorm(
-            weights, f"{name}.norm", inner, v_heads, eps, gate_first=False, shared=True
+            weights, f"{name}.norm", inner, v_heads, norm_eps(c), gate_first=False, shared=True
         )
         self.out_proj = weights.linear([f"{name}.out_proj"], [hidden], inner)
 
