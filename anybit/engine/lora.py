@@ -233,6 +233,8 @@ def read_adapter(directory: Path, model_type: str | None) -> Adapter:
                 "merge the adapter into the model with peft"
             )
         found.setdefault(match[1], {})[match[2]] = tensor
+    if not found:
+        raise InvalidInput(f"{directory}: {WEIGHTS} holds no tensors; save the adapter again")
     for name, tensors in found.items():
         if len(tensors) < 2:
             raise InvalidInput(f"{directory}: {name} lacks lora_A or lora_B; copy it again")
@@ -246,12 +248,20 @@ def read_adapter(directory: Path, model_type: str | None) -> Adapter:
 
 def scale(config: Mapping[str, Any], name: str, a: Stored, directory: Path) -> float:
     """What a layer's B A is multiplied by, as peft computes it."""
-    alpha = config.get("lora_alpha")
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
-        if re.match(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$", name):
-            alpha = own
-            break
-    rank = a.shape[0] if a.shape else 0
+    alpha, rank = setting(config, "lora_alpha", "alpha_pattern", name), a.shape[0] if a.shape else 0
     if not isinstance(alpha, int | float) or not rank:
         raise InvalidInput(f"{directory}: {name} has lora_alpha {alpha!r} and rank {rank}")
+    stated = setting(config, "r", "rank_pattern", name)
+    if stated not in (None, rank):
+        raise InvalidInput(
+            f"{directory}: {name} has rank {rank}, and {CONFIG} says {stated}; copy both again"
+        )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def setting(config: Mapping[str, Any], key: str, patterns: str, name: str) -> Any:
+    """A setting of a layer: of the first pattern that matches its name, or that of all."""
+    for pattern, own in (config.get(patterns) or {}).items():
+        if re.match(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$", name):
+            return own
+    return config.get(key)

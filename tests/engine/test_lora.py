@@ -153,6 +153,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "embed_tokens.lora_embedding_A .* is none of a linear layer's",
     ),
+    "another rank": ({}, {"r": 8}, "_proj has rank 4, and adapter_config.json says 8"),
+    "another rank of a layer": ({}, {"rank_pattern": {"q_proj": 2}}, "has rank 4, and .* says 2"),
     "a head": (
         {f"base_model.model.lm_head.lora_{x}.weight": torch.zeros(4, 4) for x in "AB"},
         {},
@@ -169,6 +171,16 @@ def test_bad_adapters(
     model = AutoModelForCausalLM.from_pretrained(directory)
     place = edited(adapter(model, tmp_path / "a", 1), tensors, **config)
     with pytest.raises(InvalidInput, match=message):
+        LLM(directory, adapters={"a": place})
+
+
+def test_an_adapter_without_tensors_is_no_model_as_it_was(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = checkpoint("llama")
+    place = adapter(AutoModelForCausalLM.from_pretrained(directory), tmp_path / "a", 1)
+    save_file({}, place / "adapter_model.safetensors")
+    with pytest.raises(InvalidInput, match="holds no tensors; save the adapter again"):
         LLM(directory, adapters={"a": place})
 
 
