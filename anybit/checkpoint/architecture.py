@@ -34,6 +34,7 @@ WIDTHS = (
     "hidden_size",
     "intermediate_size",
     "vocab_size",
+    "draft_vocab_size",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",

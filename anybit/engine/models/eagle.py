@@ -84,7 +84,7 @@ class Eagle(Head):
         self.of_embedding = norm("layers.0.input_layernorm")
         self.of_hidden, self.norm = norm("layers.0.hidden_norm"), norm("norm")
         self.lay_out(weights, "layers.0", 0)
-        few = said.get("draft_vocab_size") or vocabulary
+        few = int(said.get("draft_vocab_size") or vocabulary)
         self.tokens: Tensor | None = None  # of the model, for each of the few
         if few < vocabulary or "d2t" in weights.stored:
             self.tokens = tokens_of(weights, few, vocabulary)
@@ -212,15 +212,17 @@ def head_in(
             f"{type(model).__name__} gives no inputs of its layers, which {EAGLE_3} reads; use "
             "'ngram' or a smaller model"
         )
-    said = {**(raw.get("eagle_config") or {}), **{k: v for k, v in raw.items() if v is not None}}
-    config = layer_of(directory, said)
+    check_sizes(raw, stored)
+    with built(directory):
+        given = {key: value for key, value in raw.items() if value is not None}
+        said = {**given.get("eagle_config", {}), **given}
+        config = layer_of(directory, said)
     theirs = config.vocab_size, said.get("target_hidden_size", config.hidden_size)
     if theirs != (ours := (vocabulary, model.config.hidden_size)):
         raise InvalidInput(
             f"{directory} is for a model of {theirs[0]} tokens and {theirs[1]} channels, and this "
             f"one has {ours[0]} and {ours[1]}; give a head for it"
         )
-    check_sizes(raw, stored)
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in stored.items()}
     found = Reading(config, set(), named, set(named), set(named), {})
     weights = Checkpoint(directory, model.embed_tokens.device, dtype, found, keep=keep)
@@ -247,5 +249,4 @@ def layer_of(directory: Path, said: Mapping[str, Any]) -> PretrainedConfig:
             f"{directory} is a head of {what[0]}; those of one layer like Llama's or Qwen3's are "
             "run, in 16 bits"
         )
-    with built(directory):
-        return AutoConfig.for_model(name, num_hidden_layers=1, **layer)
+    return AutoConfig.for_model(name, num_hidden_layers=1, **layer)
