@@ -16,7 +16,7 @@ from anybit.evaluate.corpus import held_out_text
 from anybit.evaluate.model import encode, load_text_model
 from anybit.evaluate.perplexity import excerpts, score
 
-TOKENS = 2048
+TOKENS = 1024
 LADDER = ("int8", "fp6", "int3")  # from the least KL divergence to the most
 PICO = demo_module.pico()
 

@@ -170,7 +170,7 @@ def test_a_stored_pass_gives_the_figures_of_the_model_itself(
 
 def test_answers_in_a_stored_pass(int4: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    pairs = [("def add(a, b", "):\n    return a + b\n"), ("class A", ":\n    pass\n")] * 3
+    pairs = [("def add(a, b", "):\n    return a + b\n"), ("class A", ":\n    pass\n")] * 2
     path.write_text("\n".join(json.dumps({"prompt": p, "completion": c}) for p, c in pairs))
     evaluate(PICO, None, path, 4096, answers_only=True, save=tmp_path / "ref")
     got = evaluate(int4, tmp_path / "ref", None, 4096)

@@ -12,7 +12,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.reference import operand_weight
 from tests.kernels.test_hopper_emulated import Emulated, assert_close, packed_weight, product
-from tests.needs import EVERY_KERNEL
+from tests.needs import EVERY_KERNEL, pairs
 from tests.ptx.machine import Machine
 
 needs_dsl = pytest.mark.skipif(
@@ -81,16 +81,15 @@ def test_one_warpgroup_stays_behind(stream_k: bool, grids: tuple[int, ...]) -> N
     """Whole tiles of three K tiles and of one, and shares: the same bits as side by side."""
     beside = Tile(8, ctas=2, stages=4, stream_k=stream_k)
     kernels = [Emulated("liquid@int8", BRAIN, replace(beside, late=late)) for late in (False, True)]
-    for k in (384, 128):
+    for k, grid in pairs((384, 128), grids):
         packed = packed_weight("liquid@int8", 136, k)
         x, prepared = kernels[0].tokens(11, k), operands.layout(packed, "int8")
-        for grid in grids:
-            want, *found = (
-                kernel.run(x, prepared, 136, grid, seed=seed)
-                for kernel, seed in ((kernels[0], 0), (kernels[1], 0), (kernels[1], 1))
-            )
-            assert_close(want, product(operand_weight(packed, BRAIN), x), BRAIN)
-            assert all(torch.equal(y, want) for y in found)
+        want, *found = (
+            kernel.run(x, prepared, 136, grid, seed=seed)
+            for kernel, seed in ((kernels[0], 0), (kernels[1], 0), (kernels[1], 1))
+        )
+        assert_close(want, product(operand_weight(packed, BRAIN), x), BRAIN)
+        assert all(torch.equal(y, want) for y in found)
 
 
 @needs_dsl
