@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import Response
@@ -23,6 +23,8 @@ from anybit.serve.settings import Settings as Settings
 from anybit.serve.streams import Engine, Refused, Stream
 from anybit.serve.texts import Gone, Job, Texts, room
 from anybit.serve.times import PREPARE
+
+T = TypeVar("T")
 
 
 class Server:
@@ -99,20 +101,12 @@ class Server:
         """
         if model in self.llm.adapters:
             requests = [(prompt, replace(params, adapter=model)) for prompt, params in requests]
-        work = asyncio.ensure_future(self.engine.submit(requests))
         try:
-            async with leaving(request) as gone:
-                both: set[asyncio.Future[Any]] = {work, gone}
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise Gone
-            return work.result()
+            return await unless_gone(request, self.engine.submit(requests))
         except Refused as error:
             if error.status == 503:
                 raise self.overloaded(str(error)) from None
             raise HTTPException(error.status, str(error)) from None
-        finally:
-            work.cancel()
 
     async def ask(
         self, request: Request, model: str | None, chat: Callable[[], ChatRequest]
@@ -159,18 +153,12 @@ class Server:
         """Send an answer; the engine drops it as soon as the client is gone."""
         if stream:
             return EventStream(answer, self.engine)
-        work = asyncio.ensure_future(answer.whole())
         try:
-            async with leaving(request) as gone:
-                both: set[asyncio.Future[Any]] = {work, gone}
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise Gone
-            return Response(dumps(work.result()), media_type="application/json")
+            whole = await unless_gone(request, answer.whole())
+            return Response(dumps(whole), media_type="application/json")
         except Failed as error:
             raise HTTPException(error.status, str(error)) from None
         finally:
-            work.cancel()
             self.engine.abort(answer.asked.stream)
 
 
@@ -187,6 +175,20 @@ async def leaving(request: Request) -> AsyncIterator["asyncio.Future[None]"]:
         yield gone
     finally:
         gone.cancel()
+
+
+async def unless_gone(request: Request, asked: Coroutine[Any, Any, T]) -> T:
+    """What is awaited; it is cancelled, and `Gone` raised, if the client goes before."""
+    work = asyncio.ensure_future(asked)
+    try:
+        async with leaving(request) as gone:
+            both: set[asyncio.Future[Any]] = {work, gone}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Gone
+        return work.result()
+    finally:
+        work.cancel()
 
 
 def parameters(make: Callable[[], SamplingParams]) -> SamplingParams:
