@@ -5,6 +5,7 @@ that transformers makes it of (`Made`), or hold the experts of a block, which it
 """
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from anybit.files.safetensors import Stored
 from anybit.nn.experts import Layout as ExpertLayout
 from anybit.nn.experts import layers_of
 
+log = logging.getLogger(__name__)
 LISTED = 3  # names in a message
 
 
@@ -220,6 +222,17 @@ def check_fit(
 
 def some(names: list[str]) -> str:
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+
+
+def tell_strange(source: Path, names: list[str]) -> None:
+    """Warn of tensors that stay as they are."""
+    if names:
+        log.warning(
+            "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
+            source,
+            len(names),
+            some(names),
+        )
 
 
 def left_out(dropped: Mapping[str, str]) -> str:

@@ -1,6 +1,5 @@
 """Quantize a checkpoint of any size without ever holding the model: one tensor at a time."""
 
-import logging
 import math
 import os
 import time
@@ -25,7 +24,7 @@ from anybit.checkpoint.layout import (
     check_missing,
     layout,
     left_out,
-    some,
+    tell_strange,
     transposed,
 )
 from anybit.checkpoint.rewrite import (
@@ -53,8 +52,6 @@ from anybit.quantizers.quantize import quantized_plan
 from anybit.quantizers.rtn import RTN
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -273,13 +270,7 @@ def plan_quantization(
     check_fit(source, found.names, found.stored, model.state_dict())
     if found.unexpected and stated:  # what lies beside weights that are codes
         raise quantized_already(source, stated)
-    if found.unexpected:
-        log.warning(
-            "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
-            source,
-            len(found.unexpected),
-            some(list(found.unexpected)),
-        )
+    tell_strange(source, [*found.unexpected])
     stored, where = dict(found.stored), {name: key for key, name in found.names.items()}
     words, schemes = embedding_layers(model), {}
     shapes = dense_layers(model) | words

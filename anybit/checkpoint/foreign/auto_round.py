@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anybit.checkpoint.foreign import awq, gptq
-from anybit.checkpoint.foreign.base import Given, Layer, Part, option
+from anybit.checkpoint.foreign.base import TOKENS_STAY, Given, Layer, Part, option
 from anybit.checkpoint.foreign.floats import FP8, float_layer
 from anybit.errors import InvalidInput
 
@@ -26,7 +26,6 @@ GPTQ = {  # and whether zero points are stored minus 1
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
 FLOATS = ("auto_round:llm_compressor", "auto_round:fp8_static", "auto_round:fp8")
 SPECIAL = re.compile(r"[*+?^$|()\[\]{}\\]")  # of patterns, and not of names
-NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
 def layers(given: Given) -> dict[str, Layer]:
@@ -90,4 +89,4 @@ def float_weight(part: Part, bits: int) -> Layer:
     if part.has("weight_zp"):
         raise InvalidInput(f"{TOOL}: {part.name} has zero points for floats, which cannot be read")
     found = float_layer(part, key, "weight_scale", number="weight_global_scale", divide=True)
-    return replace(found, note=NOTE if scaled else "")
+    return replace(found, note=TOKENS_STAY if scaled else "")

@@ -30,6 +30,7 @@ OF_ATTENTION = re.compile(
     r")$"
 )
 OF_CACHE = "a scale of attention or its cache"  # why such a tensor is left out
+TOKENS_STAY = "activations were quantized there, and stay in 16 bits here"  # a note
 ANY = -1  # a size that is not known before a tensor is found, but not 0
 
 

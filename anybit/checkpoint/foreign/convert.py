@@ -5,7 +5,6 @@ config and a few small tensors what every layer becomes; see `base.py`. What is 
 codes.
 """
 
-import logging
 import math
 import os
 import tempfile
@@ -30,7 +29,7 @@ from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
 from anybit.checkpoint.foreign.gguf_model import Made, open_model, write_tokenizer
 from anybit.checkpoint.foreign.methods import method_of, reader_of
 from anybit.checkpoint.foreign.mxfp4 import one_by_one
-from anybit.checkpoint.layout import check_fit, check_missing, left_out, some
+from anybit.checkpoint.layout import check_fit, check_missing, left_out, tell_strange
 from anybit.checkpoint.names import Names, as_they_are, ignored_unexpected
 from anybit.checkpoint.places import Place, name_of, places, without_place
 from anybit.checkpoint.rewrite import (
@@ -62,8 +61,6 @@ CODES = (
 )
 PACKED = (torch.int16, torch.int32)  # if they are matrices
 DENSE = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32)}
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -372,13 +369,7 @@ def plan_conversion(
     ]
     unexpected = tuple(name for name in layers if name not in module_of and name not in others)
     kept = [name for name in dense if name not in dropped]
-    if strange := [name for name in kept if strays(found.names, name)]:
-        log.warning(
-            "%s: %d tensors fit no parameter of the model, and stay as they are: %s",
-            source,
-            len(strange),
-            some(strange),
-        )
+    tell_strange(source, [name for name in kept if strays(found.names, name)])
     check_fit(source, as_they_are(found.names, kept), stored, found.names.state)
     kept += [f"{name}.weight" for name in others]
     if for_transformers:

@@ -15,6 +15,7 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    TOKENS_STAY,
     Given,
     Layer,
     Part,
@@ -45,7 +46,6 @@ ALGORITHMS = (
     "W8A8_SQ_PER_CHANNEL",
     "MIXED_PRECISION",
 )
-FIXED = "activations were quantized there, and stay in 16 bits here"
 SMOOTHED = "its inputs have scales of their own (pre_quant_scale), which join the weight"
 
 
@@ -81,7 +81,7 @@ def layer(part: Part, algorithm: str) -> Layer:
     if algorithm == PER_TOKEN:
         found = replace(found, activation="fp8")
     else:
-        found = replace(found, note=FIXED if fixed else "")
+        found = replace(found, note=TOKENS_STAY if fixed else "")
     return found if smooth is None else smoothed(found, smooth, part.name)
 
 

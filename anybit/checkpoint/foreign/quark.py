@@ -21,6 +21,7 @@ from anybit.checkpoint.foreign.awq import ORDER
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    TOKENS_STAY,
     Given,
     Layer,
     Part,
@@ -41,7 +42,6 @@ ELEMENTS = {
 }
 INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
 PER_TOKEN = {"int8": "int8", "fp8_e4m3": "fp8"}
-NOTE = "activations were quantized there, and stay in 16 bits here"
 
 
 def layers(given: Given) -> dict[str, Layer]:
@@ -102,7 +102,7 @@ def activations(config: Any) -> tuple[str | None, str]:
         kind = PER_TOKEN.get(str(config.get("dtype")))
         if per_token and kind and config.get("symmetric") is not False:
             return kind, ""
-    return None, NOTE
+    return None, TOKENS_STAY
 
 
 def whole_numbers(part: Part, weights: Mapping[str, Any], dtype: str, reordered: bool) -> Layer:

@@ -22,6 +22,7 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import (
     ANY,
     FLOATS,
+    TOKENS_STAY,
     Given,
     Layer,
     Part,
@@ -36,7 +37,6 @@ BITS = 8
 DATA, SCALE, ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 NUMBER = "_weight_per_tensor_scale"
 TILED = "_weight_scale_and_zero"
-NOTE = "activations were quantized there, and stay in 16 bits here"
 PER_TOKEN = (  # settings, a part of them, our format, and what activations are
     ("Float8DynamicActivationFloat8WeightConfig", "PerRow", "fp8", "fp8"),
     ("Int8DynamicActivationInt8WeightConfig", "", "int8", "int8"),
@@ -61,7 +61,7 @@ def with_tokens(found: Layer, how: str) -> Layer:
         own = found.format is not None and found.format.spec == spec
         if own and name in how and text in how and not any(other in how for other in OTHERS):
             return replace(found, activation=activation)
-    return replace(found, note=NOTE if "DynamicActivation" in how else "")
+    return replace(found, note=TOKENS_STAY if "DynamicActivation" in how else "")
 
 
 def layer(part: Part) -> Layer:
