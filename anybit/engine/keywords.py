@@ -35,7 +35,7 @@ def are_schemas(value: Any) -> bool:
 
 def are_types(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
-    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+    return bool(names) and all(isinstance(name, str) for name in names)
 
 
 TEXT = Kind("a string", lambda value: isinstance(value, str))
@@ -55,7 +55,7 @@ NAMED = Kind(
     lambda value: [*value.values()],
 )
 KINDS = {
-    "type": Kind(f"one of {', '.join(TYPES)}, or a list of them", are_types),
+    "type": Kind(f"one of {', '.join(TYPES)}, or a list of them", are_types),  # names: llguidance
     "required": Kind(
         "a list of strings",
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),

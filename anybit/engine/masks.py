@@ -16,7 +16,9 @@ from torch import Tensor
 from anybit.engine.structured import THREADS, Mask, Matcher
 
 TURNS = itertools.count()
-PATIENCE = 0.01  # seconds that a step waits for masks
+# Seconds that a step waits for masks that are computed beside it, and for those of grammars that
+# have been quick so far: there may be many of them, on a busy machine.
+PATIENCE, USUAL = 0.01, 0.05
 
 
 def begin(logits: Tensor, matchers: list[Matcher | None]) -> Callable[[Tensor], Tensor]:
@@ -59,7 +61,7 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
     how long each has taken. So one in turn is computed by itself, and beside the steps all of a
     grammar of which no mask is known, or of which one has taken long.
     """
-    ends, turn = time.monotonic() + PATIENCE, next(TURNS) % len(matchers)
+    now, turn = time.monotonic(), next(TURNS) % len(matchers)
     alone: list[int] = []
     together: list[tuple[int, int]] = []  # sorted, so that threads begin with lanes of their own
     for at, matcher in enumerate(matchers):
@@ -70,14 +72,14 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
             alone.append(at)
         elif matcher.mask is None:
             together.append((id(matcher.lane), at))
-    jobs = [(matchers[at].grammar, at) for _, at in sorted(together)]
+    side_by_side = [(matchers[at].grammar, at) for _, at in sorted(together)]
     words, started = bits.shape[1] * bits.element_size(), threading.Event()
     thread, executor, _ = threads(os.getpid())
 
     def work() -> None:
         started.set()
-        if jobs:
-            executor.unsafe_compute_mask_ptr(jobs, bits.data_ptr(), words, len(bits))
+        if side_by_side:
+            executor.unsafe_compute_mask_ptr(side_by_side, bits.data_ptr(), words, len(bits))
         for at in alone:
             matchers[at].fill(bits[at])
 
@@ -90,9 +92,10 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
     ]
 
     def wait() -> list[int]:
-        patience = max(ends - time.monotonic(), 0)
-        punctual = any(matcher.punctual for matcher in matchers)
-        futures.wait([mask.job for _, _, mask in begun], None if punctual else patience)
+        jobs = {mask.job for _, _, mask in begun}
+        for some, most in ((jobs & {job}, USUAL), (jobs - {job}, PATIENCE)):
+            left = max(now + most - time.monotonic(), 0)
+            futures.wait(some, None if any(m.punctual for m in matchers) else left)
         late = [at for at, _, mask in begun if not mask.job.done()]
         for at, matcher, mask in begun:
             matcher.mask = mask if at in late else None

@@ -245,7 +245,7 @@ def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
         ({"patternProperties": [1]}, r"patternProperties is \[1\], not an object of schemas"),
         ({"properties": {"a": 1}}, 'properties is {"a": 1}, not an object of schemas'),
         ({"items": 3}, r"items is 3, not a schema \(an object, true or false\) or a list"),
-        ({"type": ["str"]}, r'type is \["str"\], not one of null, boolean, .*, or a list of them'),
+        ({"type": [3]}, r"type is \[3\], not one of null, boolean, .*, or a list of them"),
         ({"type": [["string"]]}, r'type is \[\["string"\]\], not one of'),
         ({"enum": "a"}, 'enum is "a", not a list'),
         ({"anyOf": [3]}, r"anyOf is \[3\], not a list of schemas"),
