@@ -173,9 +173,7 @@ PRODUCTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("spec", "level"), pairs(PRODUCTS, EVERY, 2), indirect=["level"], ids=named
-)
+@pytest.mark.parametrize(("spec", "level"), pairs(PRODUCTS, EVERY), indirect=["level"], ids=named)
 def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 19)
     k = weight.shape[1]
@@ -187,7 +185,7 @@ def test_products_on_every_level(level: isa.Isa, spec: str) -> None:
 INT8 = ["int2", "int4", "int8", "liquid", "liquid:group=16", *LOOKED_UP[1:3]]
 
 
-@pytest.mark.parametrize(("spec", "level"), pairs(INT8, EVERY, 2), indirect=["level"], ids=named)
+@pytest.mark.parametrize(("spec", "level"), pairs(INT8, EVERY), indirect=["level"], ids=named)
 def test_int8_products_are_those_of_integers(level: isa.Isa, spec: str) -> None:
     weight = packed(spec, 37)
     prepared = backend.prepare(weight, "int8")

@@ -280,8 +280,13 @@ def test_second_rows_are_the_definition(two: int, rows: int) -> None:
         assert torch.equal(own[2 * two :], alone[two : rows - two])
 
 
-@pytest.mark.parametrize("scheme", ["int8@int8", "int4:group=32@int8", "liquid@int8"])
-@pytest.mark.parametrize("tile", [Tile(rows=32), Tile(rows=32, split=2)], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "tile"),
+    pairs(
+        ["int8@int8", "int4:group=32@int8", "liquid@int8"], [Tile(rows=32), Tile(rows=32, split=2)]
+    ),
+    ids=str,
+)
 def test_outputs_of_both_rows_are_added_up(scheme: str, tile: Tile) -> None:
     """And other tokens' outputs are what they are without."""
     packed, activation = packed_of(scheme)

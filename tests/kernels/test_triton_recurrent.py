@@ -25,6 +25,7 @@ from anybit.kernels.state import Recurrence, Room
 from anybit.kernels.triton import recurrent as kernel
 from anybit.kernels.triton.between import FAMILY
 from tests.kernels.compiling import Job, built
+from tests.needs import pairs
 
 DEVICE = torch.device(os.environ.get("ANYBIT_TEST_DEVICE", "cpu"))
 ROWS = 7
@@ -65,8 +66,10 @@ def made(kind: str, dtype: torch.dtype, random: torch.Generator) -> tuple[Scan, 
     return scan, [window(conv), state], len(conv.weight) + 2 * v_heads
 
 
-@pytest.mark.parametrize("kind", ["convolution", "space", "delta"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    pairs(["convolution", "space", "delta"], [torch.float32, torch.float16]),
+)
 def test_kernels_are_the_recurrence(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
