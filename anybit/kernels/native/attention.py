@@ -179,11 +179,11 @@ class _Attend:
         longest, most = f.variable(f.integer(0)), f.variable(f.integer(1))
         there = f.variable(f.integer(0))  # sequences up to the last one that has tokens
         with f.loop(0, f.number("sequences")) as b:
-            context = self._word("contexts", b)
+            context = self.function.listed("contexts", b)
             longest.set(larger(f, longest.get(), context))
             there.set(f.select(f.compare("sgt", context, 0), b + 1, there.get()))
             if spec.several:
-                own = self._word("starts", b + 1) - self._word("starts", b)
+                own = self.function.listed("starts", b + 1) - self.function.listed("starts", b)
                 most.set(larger(f, most.get(), own))
         used = (longest.get() + (PART - 1)) // PART
         tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
@@ -193,10 +193,10 @@ class _Attend:
             self.head, rest = rest % self.kv_heads, rest // self.kv_heads
             tile, b = rest % tiles, rest // tiles
             self.table = f.at(f.pointer("tables"), b * f.number("width") * 4)
-            context = self._word("contexts", b)
+            context = self.function.listed("contexts", b)
             self.row, stop = b, b + 1
             if spec.several:
-                self.row, stop = (self._word("starts", i) for i in (b, b + 1))
+                self.row, stop = (self.function.listed("starts", i) for i in (b, b + 1))
                 # Of a token in row r the context ends at r + self.past.
                 self.past = context - stop + 1
                 self.row = self.row + tile * spec.tokens
@@ -239,10 +239,6 @@ class _Attend:
                 with f.loop(0, queries) as g:
                     self._add(t, g)
             self._finish(queries, outs)
-
-    def _word(self, name: str, i: Value) -> Value:
-        f = self.function
-        return f.cast("sext", f.load(I32, self.function.pointer(name), i << 2), ir.I64)
 
     def _seen(self, row: Value) -> Value:
         """The first token of a context that the token in a row sees."""

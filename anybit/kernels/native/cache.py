@@ -12,7 +12,7 @@ from torch import Tensor
 from anybit.kernels.between import Unturned, finished
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.kv.int4 import LEAST_SCALE, MOST
-from anybit.kernels.native import build, ir
+from anybit.kernels.native import build
 from anybit.kernels.native.activations import DTYPES
 from anybit.kernels.native.floats import (
     BYTES,
@@ -28,7 +28,7 @@ from anybit.kernels.native.floats import (
     whole,
 )
 from anybit.kernels.native.fused import FLOATS, bits_of, level, threads
-from anybit.kernels.native.ir import F32, I8, I32, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, Function, Value, vec
 from anybit.kernels.native.isa import Isa
 
 WRITE = (
@@ -187,7 +187,7 @@ class _Write:
                 if weight is not None:
                     places = f.pointer("q_weight"), f.pointer("k_weight")
                     self._norm(f.select(is_q, *places), weight)
-                position = self._token("positions", t)
+                position = self.function.listed("positions", t)
                 self._rotate(position * (dim * 2))
                 if cache.k == "int4":
                     self._spread()
@@ -195,7 +195,7 @@ class _Write:
                 to = f.at(f.pointer("q"), (t * heads + head) * (dim * size))
                 for i in self.vectors:
                     f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * size)
-            slot = self._token("slots", t)
+            slot = self.function.listed("slots", t)
             with f.when(f.compare("sge", slot, 0)):
                 block = f.number("block")
                 for which, first in (("k", heads), ("v", heads + kv_heads)):
@@ -209,10 +209,6 @@ class _Write:
                             self._pack(which, page, block, slot % block)
                         else:
                             self._store(which, mine, page * block + slot % block)
-
-    def _token(self, name: str, t: Value) -> Value:
-        f = self.function
-        return f.cast("sext", f.load(I32, self.function.pointer(name), t << 2), ir.I64)
 
     def _at(self, i: int) -> Value:
         """Channels from i on."""

@@ -134,6 +134,10 @@ class Function:
     def pointer(self, name: str) -> Value:
         return self.load(PTR, self.address(name), align=8)
 
+    def listed(self, name: str, at: Value) -> Value:
+        """A number of 32 bits of those that a pointer is of, in 64."""
+        return self.cast("sext", self.load(I32, self.pointer(name), at << 2), I64)
+
     # Instructions.
 
     def _name(self) -> str:
