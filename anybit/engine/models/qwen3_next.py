@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import ATTENTION_BIAS, Decoder, Further
 from anybit.engine.models.parts import Mixer, NormKind
-from anybit.engine.models.qwen_moe import SharedMoE, is_sparse
+from anybit.engine.models.qwen_moe import SharedMoE, Sparse
 from anybit.engine.models.recurrent import GatedDelta
 from anybit.engine.models.rope import Rope
 from anybit.engine.weights import Weights
@@ -40,13 +40,8 @@ class Qwen3_5(Decoder):
         return GatedDelta(weights, f"{name}.linear_attn", c, self.together)
 
 
-class Qwen3Next(Qwen3_5):
+class Qwen3Next(Sparse, Qwen3_5):
     together = True
-
-    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
-        if is_sparse(self.config, index):
-            return SharedMoE(weights, name, self.config)
-        return super().mlp(weights, name, index)
 
 
 class Qwen3_5Moe(Qwen3_5):

@@ -1,9 +1,12 @@
 """Qwen2-MoE and Qwen3-MoE: many small experts; Qwen2's has one more that every token sees."""
 
+from collections.abc import Callable
+from typing import ClassVar
+
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from anybit.engine.models.layers import Biases
+from anybit.engine.models.layers import Biases, Decoder
 from anybit.engine.models.llama import Mistral, Qwen3
 from anybit.engine.models.parts import MLP, MoE
 from anybit.engine.weights import Weights
@@ -29,22 +32,6 @@ class SharedMoE(nn.Module):
         return self.experts(x) + self.gate(x).sigmoid() * self.shared(x)
 
 
-class Qwen2Moe(Mistral):
-    biases = Biases("qkv_bias")
-
-    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
-        if is_sparse(self.config, index):
-            return SharedMoE(weights, name, self.config)
-        return super().mlp(weights, name, index)
-
-
-class Qwen3Moe(Qwen3):
-    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
-        if is_sparse(self.config, index):
-            return experts(weights, name, self.config)
-        return super().mlp(weights, name, index)
-
-
 def experts(
     weights: Weights, name: str, config: PretrainedConfig, normalize: bool | None = None
 ) -> MoE:
@@ -59,6 +46,21 @@ def experts(
     )
 
 
-def is_sparse(config: PretrainedConfig, index: int) -> bool:
-    """Whether a layer has experts, or a plain MLP."""
-    return index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+class Sparse(Decoder):
+    """Experts in some layers."""
+
+    moe: ClassVar[Callable[..., nn.Module]] = SharedMoE
+
+    def mlp(self, weights: Weights, name: str, index: int) -> nn.Module:
+        c = self.config
+        if index not in c.mlp_only_layers and (index + 1) % c.decoder_sparse_step == 0:
+            return self.moe(weights, name, c)
+        return super().mlp(weights, name, index)
+
+
+class Qwen2Moe(Sparse, Mistral):
+    biases = Biases("qkv_bias")
+
+
+class Qwen3Moe(Sparse, Qwen3):
+    moe = staticmethod(experts)
