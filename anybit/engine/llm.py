@@ -59,7 +59,7 @@ class LLM(Language):
         kv_cache: What the KV cache holds: A name as above, or a dtype, such as "bfloat16".
     """
 
-    ready = True  # on a GPU, as soon as it is made
+    _prepares = True  # on a GPU, as soon as it is made
 
     @configured(EngineConfig)
     def __init__(self, config: EngineConfig):
@@ -108,7 +108,7 @@ class LLM(Language):
         if config.max_itl is not None:
             limit = None if config.max_itl == "auto" else config.max_itl / 1e3
             self.engine.prepare = partial(make_ready, self.engine, limit)
-        if self.ready and self.engine.runner.overlaps:
+        if self._prepares and self.engine.runner.overlaps:
             self.engine.prepared()
         self.length, self.device = self.engine.length, self.engine.runner.device
         self._names = itertools.count()
@@ -280,7 +280,7 @@ class LLM(Language):
 class Served(LLM):
     """One that its server makes ready, while front ends begin."""
 
-    ready = False
+    _prepares = False
 
 
 def checked(config: EngineConfig) -> dict[str, Path]:
