@@ -149,11 +149,12 @@ def keep_sending(client: socket.socket, data: bytes) -> None:
 def test_requests_ahead_of_their_turn_wait(live: Live) -> None:
     """Any number, of which few are read before the first has its answer; in their order."""
     many = 3000
-    with connect(live.port, request(SHORT)) as client:
-        with held(live.engine, 0):
-            assert wait_for(lambda: live.service.texts == 1)
-            client.sendall((VERSION * many).encode())
-            client.shutdown(socket.SHUT_WR)
+    with held(live.engine, 0):
+        client = connect(live.port, request(SHORT))
+        assert wait_for(lambda: live.service.texts == 1)
+        client.sendall((VERSION * many).encode())
+        client.shutdown(socket.SHUT_WR)
+    with client:
         answer = rest(client)
     assert statuses(answer) == [200] * (many + 1)
     assert answer.index(b'"usage"') < answer.index(b'"version"')

@@ -1,6 +1,7 @@
 """Tools together with a schema: the answer is a call, or an object of the schema."""
 
 import json
+import re
 from pathlib import Path
 
 import llguidance
@@ -112,15 +113,8 @@ TWICE: dict = {f"d{i}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"properties": {"x": {"type": "string"}}, "required": True},
-        {"properties": "x"},
         {"properties": {"x": False}},
-        {"properties": {"x": 5}},
-        {"properties": {"x": {"anyOf": 5}}},
-        {"properties": {"x": {"type": ["string", {}]}}},
         {"properties": {"x": {"type": ["string", "text"]}}},
-        {"properties": {"x": {"enum": "abc"}}},
-        {"properties": {"x": {"enum": 5, "type": ["string", "null"]}}},
         {"properties": {"x": {"anyOf": [{"$ref": "#/nowhere"}, {"type": "string"}]}}},
     ],
 )
@@ -130,6 +124,25 @@ def test_what_functions_cannot_say_is_left_to_json(schema: dict) -> None:
     tools: list[dict] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     rule = FAMILIES["hermes"].call(tools[0]["function"])
     assert rule in FAMILIES["qwen-coder"].forced(tools, False, json.dumps)
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"properties": {"x": {"type": "string"}}, "required": True}, "required is true"),
+        ({"properties": "x"}, 'properties is "x"'),
+        ({"properties": {"x": 5}}, 'properties is {"x": 5}'),
+        ({"properties": {"x": {"anyOf": 5}}}, "anyOf is 5"),
+        ({"properties": {"x": {"type": ["string", {}]}}}, 'type is ["string", {}]'),
+        ({"properties": {"x": {"enum": "abc"}}}, 'enum is "abc"'),
+        ({"properties": {"x": {"enum": 5, "type": ["string", "null"]}}}, "enum is 5"),
+    ],
+)
+@pytest.mark.parametrize("family", ["hermes", "qwen-coder"])
+def test_parameters_that_are_no_schema_are_named(family: str, schema: dict, keyword: str) -> None:
+    tools: list[dict] = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(InvalidInput, match=re.escape(f"the JSON schema: {keyword}, not ")):
+        FAMILIES[family].forced(tools, False, json.dumps)
 
 
 def test_options_of_functions_that_refer_to_each_other() -> None:
