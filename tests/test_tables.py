@@ -118,10 +118,13 @@ def test_a_star_is_said_where_a_loss_is_of_another_text():
     assert stars == {"`int4:group=32`, calibrated"}
 
 
-def test_traffic_keeps_every_row_of_random_arrivals(folder):
+def test_traffic_keeps_rows_of_random_arrivals(folder):
+    """But for bf16 with known prompts, and what ran beside other work."""
     rows = (ROOT / "benchmarks/results/h200_http.csv").read_text()
     (folder / "h200_http.csv").write_text(rows)
     random = [row for row in csv.DictReader(rows.splitlines()) if row["load"] == "poisson"]
+    random = [row for row in random if row["weights"] != "bf16" or row["known_share"] == "0"]
+    random = [row for row in random if row["server"] in ("anybit", "vLLM 0.33")]
     assert len(engine_tables.traffic().splitlines()) == len(random) + 2
 
 

@@ -50,7 +50,7 @@ def chosen_from(row: Row) -> bool:
 def published(row: Row) -> bool:
     """What the other model's rows do not show, of the newest text alone: gradients and refining."""
     more = "gradients" in row["method"] or (row["spec"] == "int8@int8" and row["method"] != "rtn")
-    return row["tokens"] == "59957" and more
+    return row["tokens"] == "59957" and more and float(row["loss"]) < 1
 
 
 def bits(row: Row) -> float:
