@@ -183,12 +183,19 @@ class Service:
         return self._told is None or (bool(self.fronts) and now < self._end)
 
     def _greet(self) -> None:
-        """Send front ends what they need, in a second at most: they go on while steps are made."""
+        """Send front ends what they need, in a second at most; what they ask is read later."""
         end = time.monotonic() + 1
-        while any(front.channel.waits for front in self.fronts.values()):
-            if (left := end - time.monotonic()) <= 0:
+        while late := [front for front in self.fronts.values() if front.channel.waits]:
+            room = select.poll()
+            for front in late:
+                room.register(front.channel, select.POLLOUT)
+            if not (ready := room.poll(max(end - time.monotonic(), 0) * 1e3)):
                 return
-            self._messages(left * 1e3)
+            for number, _ in ready:
+                try:
+                    self._send_more(number, self.fronts[number])
+                except OSError as error:
+                    self._lost(self.fronts[number], error)
 
     def _messages(self, patience: float | None) -> None:
         """Send what waits, and do what is asked. patience: milliseconds to wait for either."""
@@ -200,14 +207,18 @@ class Service:
                 continue
             try:
                 if what & select.POLLOUT:
-                    front.channel.flush()
-                    if not front.channel.waits:
-                        self._poll.modify(number, select.POLLIN)
+                    self._send_more(number, front)
                 if what & ~select.POLLOUT:
                     for message in front.channel.receive():
                         self._do(front, message)
             except OSError as error:
                 self._lost(front, error)
+
+    def _send_more(self, number: int, front: Front) -> None:
+        """Send what waits, as far as there is room."""
+        front.channel.flush()
+        if not front.channel.waits:
+            self._poll.modify(number, select.POLLIN)
 
     def _wanted(self) -> bool:
         """Whether something is to be done now."""

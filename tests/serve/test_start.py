@@ -6,8 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -15,8 +19,10 @@ from typer.testing import CliRunner
 
 from anybit.cli.app import app as cli
 from anybit.engine.llm import LLM
+from anybit.engine.sequence import SamplingParams
 from anybit.serve import channel
 from anybit.serve.run import FrontEnds, bind, service_of
+from anybit.serve.service import Service
 from anybit.serve.settings import Settings
 from tests.serve.conftest import Live, wait_for
 from tests.serve.test_limits import ask
@@ -176,3 +182,36 @@ def test_a_port_in_use_is_told_before_options_that_need_imports(tiny: Path) -> N
         port = str(listener.getsockname()[1])
         code, output = serve(tiny, "--port", port, "--tool-parser", "x")
     assert (code, "cannot listen" in output) == (1, True)
+
+
+def test_no_request_is_taken_before_the_engine_is_prepared() -> None:
+    """One front end reads late; another has begun, and a client of it has asked."""
+    taken = list[str]()
+
+    def prepared() -> None:
+        taken.append("prepared")
+        raise KeyboardInterrupt
+
+    engine: Any = SimpleNamespace(
+        served=False, requests={}, busy=False, tell=None, prepare=prepared, prepared=prepared,
+        scheduler=SimpleNamespace(max_running=8),
+        add=lambda *_: taken.append("added"), abort=lambda name: None,
+    )  # fmt: skip
+    settings: Any = SimpleNamespace(queue=8, queue_tokens=1000, grace=1)
+    metrics: Any = SimpleNamespace()
+    service = Service(engine, settings, metrics, b"x" * (4 << 20))
+    quick, late = socket.socketpair(), socket.socketpair()
+    for number, (ours, _) in enumerate((quick, late)):
+        service.attach(number, ours, None)
+
+    def begin() -> None:
+        channel.hello(quick[1])
+        add = channel.Add(0, [([1, 2], SamplingParams(), None)], time.monotonic())
+        quick[1].sendall(channel.framed(channel.Ready()) + channel.framed(add))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        service.run()
+    thread.join()
+    assert taken == ["prepared"]
