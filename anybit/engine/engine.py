@@ -206,8 +206,8 @@ class Engine:
                 self.flight = self._launch(following, flight) if following else None
                 out = self._read()
                 if self.tell is not None:
-                    self.tell(out)
-                    out = []
+                    told, out = out, []
+                    self.tell(told)
             tokens, logprobs = flight.wait()
         except Exception as error:
             self.flight = None
@@ -284,7 +284,7 @@ class Engine:
         text's last token runs once more.
         """
         seq, failure, accepted, before = s.seq, "", 0, s.seq.generated
-        known = [f for f in found if not (f[0].matcher and f[0].matcher.mask)]
+        known = list(itertools.takewhile(lambda f: not (f[0].matcher and f[0].matcher.mask), found))
         late, found = len(found) - len(known), known
         if found and seq.last_token is None:
             self.stats.prompt_tokens += len(seq.prompt)

@@ -106,7 +106,10 @@ class ModelRunner:
             self.graphs = StepGraphs(
                 model, self.states, size, graphs, width, steady, sizes, drafts and self.overlaps
             )
-        self.rows, self.repeats = graphs if self.graphs else 1, not model.recurrent
+        self.rows = graphs if self.graphs else 1
+        self.repeats = not (
+            model.recurrent or steady
+        )  # a steady prompt is read in chunks of one size
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:

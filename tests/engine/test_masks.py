@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from anybit.engine import masks, structured
+from anybit.engine.llm import LLM
 from anybit.engine.masks import begin, fill
+from anybit.engine.scheduler import Scheduled
+from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.engine.structured import Compiled, Grammars, Matcher, Structured
 from tests.engine.conftest import PICO
 
@@ -151,3 +155,18 @@ def test_the_first_mask_of_a_grammar_may_take_long() -> None:
         assert found.slow
         found.computed(1e-4)
     assert not found.slow
+
+
+def test_a_late_mask_within_a_draft_ends_what_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was chosen behind it is of another text; the last token that counts runs once more."""
+    engine, accepted = LLM(PICO).engine, list[int]()
+    seq = Sequence("r", 0, [1, 2, 3, 4], SamplingParams(max_tokens=9), 20)
+    late = SimpleNamespace(matcher=SimpleNamespace(mask="late", error=""))
+    known = SimpleNamespace(matcher=None)
+    monkeypatch.setattr(engine.scheduler, "done", lambda s, count: accepted.append(count))
+    step = Scheduled(seq, 3, 1, True, draft=(100, 101))
+    engine._take(step, [(known, 100, None), (late, -1, None), (known, 202, None)])
+    assert seq.tokens == [1, 2, 3, 4, 100]
+    assert accepted == [0]
