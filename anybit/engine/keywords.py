@@ -38,8 +38,15 @@ def are_types(value: Any) -> bool:
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
+def are_names(value: Any) -> bool:
+    """Or true or false, which draft 3 has at a property; nothing reads it there any more."""
+    return isinstance(value, bool) or (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    )
+
+
 TEXT = Kind("a string", lambda value: isinstance(value, str))
-COUNT = Kind("a whole number", is_count)
+COUNT = Kind("a whole number, without a point", is_count)
 NUMBER = Kind("a number", is_number)
 BOUND = Kind("a number", lambda value: is_number(value) or isinstance(value, bool))  # draft 4
 SCHEMA = Kind("a schema (an object, true or false)", is_schema, lambda value: [value])
@@ -56,10 +63,7 @@ NAMED = Kind(
 )
 KINDS = {
     "type": Kind(f"one of {', '.join(TYPES)}, or a list of them", are_types),  # names: llguidance
-    "required": Kind(
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-    ),
+    "required": Kind("a list of strings", are_names),
     "enum": Kind("a list", lambda value: isinstance(value, list)),
     "items": ITEMS,
     **dict.fromkeys(("pattern", "format", "$ref"), TEXT),
@@ -71,7 +75,8 @@ KINDS = {
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), BOUND),
     **dict.fromkeys(("additionalProperties", "additionalItems", "not"), SCHEMA),
     **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), SCHEMAS),
-    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), NAMED),
+    # Definitions are looked at where one refers to them.
+    **dict.fromkeys(("properties", "patternProperties"), NAMED),
 }
 
 

@@ -249,7 +249,7 @@ def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
         ({"type": [["string"]]}, r'type is \[\["string"\]\], not one of'),
         ({"enum": "a"}, 'enum is "a", not a list'),
         ({"anyOf": [3]}, r"anyOf is \[3\], not a list of schemas"),
-        ({"minLength": -1}, "minLength is -1, not a whole number"),
+        ({"minLength": -1}, "minLength is -1, not a whole number, without a point"),
         ({"maximum": True}, "maximum is true, not a number"),
         ({"$ref": ["#"]}, r'\$ref is \["#"\], not a string'),
         ({"$ref": "#/x/y", "x": {"y": {"pattern": 3}}}, "pattern is 3, not a string"),

@@ -113,6 +113,7 @@ TWICE: dict = {f"d{i}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in 
 @pytest.mark.parametrize(
     "schema",
     [
+        {"properties": {"x": {"type": "string"}}, "required": True},
         {"properties": {"x": False}},
         {"properties": {"x": {"type": ["string", "text"]}}},
         {"properties": {"x": {"anyOf": [{"$ref": "#/nowhere"}, {"type": "string"}]}}},
@@ -129,7 +130,7 @@ def test_what_functions_cannot_say_is_left_to_json(schema: dict) -> None:
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        ({"properties": {"x": {"type": "string"}}, "required": True}, "required is true"),
+        ({"properties": {"x": {"type": "string"}}, "required": 1}, "required is 1"),
         ({"properties": "x"}, 'properties is "x"'),
         ({"properties": {"x": 5}}, 'properties is {"x": 5}'),
         ({"properties": {"x": {"anyOf": 5}}}, "anyOf is 5"),
