@@ -21,6 +21,7 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 MOST = 32  # processes, unless told
 CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 IDLE = 60.0  # seconds without a call after which a child ends
+FORGOTTEN = 600  # seconds after which it ends by itself
 _standing = 0  # `standing_by`s that have not ended
 _waiting: list[Process] = []
 _unanswered: set[Process] = set()  # of them, those whose answer to `wait_with` is not read
@@ -41,7 +42,7 @@ def side_by_side(
     Returns:
         The error of each call, "" where there was none.
     """
-    count = min(len(calls), jobs or len(_waiting) or cores())
+    count = min(len(calls), jobs or max(len(_waiting), cores()))
     if not calls:
         return []
     idle: SimpleQueue[Process] = SimpleQueue()
@@ -195,7 +196,10 @@ def cores() -> int:
 
 def worker() -> Process:
     """A process that runs `serve`: one that waits, if there is one."""
-    return _waiting.pop(0) if _waiting else started_now()
+    try:
+        return _waiting.pop(0)
+    except IndexError:
+        return started_now()
 
 
 def started_now() -> Process:
@@ -206,11 +210,16 @@ def started_now() -> Process:
 
 
 def serve() -> None:
-    """Make calls as they come, and answer with an error or nothing; Ctrl-C is the parent's."""
+    """Make calls as they come, and answer with an error or nothing; Ctrl-C is the parent's.
+
+    Where none comes for minutes, such as after a start that has failed, this process ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    alarm = getattr(signal, "alarm", lambda seconds: 0)  # Windows has none
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a compiler prints is no answer
     while True:
+        alarm(FORGOTTEN)
         try:
             call = pickle.load(sys.stdin.buffer)
         except EOFError:
@@ -218,6 +227,7 @@ def serve() -> None:
         except Exception as error:  # a format of the caller's own script, say
             answer = f"{type(error).__name__}: {error}"
         else:
+            alarm(0)
             answer = ""
             try:
                 call()

@@ -147,7 +147,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= HUGE:
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with suppress(OSError):  # a wish, which may be refused
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype).view(shape)
