@@ -61,13 +61,13 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
     how long each has taken. So one in turn is computed by itself, and beside the steps all of a
     grammar of which no mask is known, or of which one has taken long.
     """
-    now, turn = time.monotonic(), next(TURNS) % len(matchers)
+    now, turn, rows = time.monotonic(), next(TURNS) % len(matchers), bits.unbind()
     alone: list[int] = []
     together: list[tuple[int, int]] = []  # sorted, so that threads begin with lanes of their own
     for at, matcher in enumerate(matchers):
         start(matcher)
         if matcher.thinking:
-            bits[at].fill_(-1)
+            rows[at].fill_(-1)
         elif matcher.mask is None and at == turn:
             alone.append(at)
         elif matcher.mask is None:
@@ -81,12 +81,12 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
         if side_by_side:
             executor.unsafe_compute_mask_ptr(side_by_side, bits.data_ptr(), words, len(bits))
         for at in alone:
-            matchers[at].fill(bits[at])
+            matchers[at].fill(rows[at])
 
     job = thread.submit(work)  # also what has failed is done before the next
     started.wait(PATIENCE)  # Python's lock is free only when the masks are on their way
     begun = [
-        (at, matcher, matcher.mask or Mask(job, bits[at]))
+        (at, matcher, matcher.mask or Mask(job, rows[at]))
         for at, matcher in enumerate(matchers)
         if not matcher.thinking
     ]
@@ -103,8 +103,9 @@ def fill(matchers: list[Matcher], bits: Tensor) -> Callable[[], list[int]]:
                 matcher.found.slow = max(matcher.found.slow, 1)  # to find out whose fault it is
                 continue
             mask.job.result()
-            bits[at] = mask.bits
-            matcher.filled(bits[at])
+            if mask.bits is not rows[at]:  # it was computed beside the steps
+                rows[at].copy_(mask.bits)
+            matcher.filled(rows[at])
         return late
 
     return wait

@@ -153,8 +153,11 @@ class Scheduler:
             return []
         beside = {s.seq for s in scheduled if s.seq.matcher and s.seq.matcher.beside}
         going = [s for s in scheduled if not (s.seq.finish or s.seq in beside)]
-        sitting = sum(seq in beside or seq.held for seq in self.running)
-        if len(going) + sitting < len(self.running) or not all(s.samples for s in going):
+        if len(going) < len(self.running):
+            sitting = sum(seq in beside or seq.held for seq in self.running)
+            if len(going) + sitting < len(self.running):
+                return []
+        if not all(s.samples for s in going):
             return []
         going = [s for s in going if s.first + s.tokens + 1 < s.seq.limit]
         ends = [s.first + s.tokens + 1 for s in going]
