@@ -107,9 +107,8 @@ class ModelRunner:
                 model, self.states, size, graphs, width, steady, sizes, drafts and self.overlaps
             )
         self.rows = graphs if self.graphs else 1
-        self.repeats = not (
-            model.recurrent or steady
-        )  # a steady prompt is read in chunks of one size
+        # A steady prompt is read in chunks of one size.
+        self.repeats = not (model.recurrent or steady)
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled], previous: Flight | None = None) -> Flight:

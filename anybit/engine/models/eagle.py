@@ -10,6 +10,7 @@ speculators does (`layers.0.*`, and the layer's configuration within the head's)
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from anybit.engine.memory import check_weights
 from anybit.engine.models.layers import Block, Decoder, Norms
 from anybit.engine.models.llama import Llama, Qwen3
 from anybit.engine.models.mtp import Head
-from anybit.engine.models.parts import RMSNorm, norm_eps
 from anybit.engine.weights import Checkpoint, Reading
 from anybit.errors import InvalidInput
 from anybit.files.directory import quantization_of, read_json
@@ -70,10 +70,7 @@ class Eagle(Head):
         self.config, self.length, self.vocabulary = config, model.length, vocabulary
         self.needs = layers_of(weights.directory, said, len(model.layers))
         size, each, count = config.hidden_size, model.config.hidden_size, len(self.needs)
-
-        def norm(name: str, width: int = size) -> RMSNorm:
-            return RMSNorm(weights, name, width, norm_eps(config), self.norm_kind)
-
+        norm = partial(self.norm_of, weights)
         self.norms_residual, self.norms_state = (
             bool(said.get(option)) for option in ("norm_before_residual", "norm_output")
         )

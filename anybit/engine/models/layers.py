@@ -140,8 +140,7 @@ class Decoder(nn.Module):
     those of answers to 16 bits. keep: makes what the last of the memories keeps of tokens for a
     head that guesses, of their hidden states and the inputs of the layers `read`. biases: which
     projections have some. windows: whether layers have those of config.json. attention_options: of
-    `Attention`. rope_class, rope_options: what rotates Q and K.
-    mlp_names: of an MLP's projections.
+    `Attention`. rope_class, rope_options: what rotates Q and K. mlp_names: of an MLP's projections.
     """
 
     exact_answers = False
@@ -215,9 +214,10 @@ class Decoder(nn.Module):
         """The sliding window of a layer's attention, or None."""
         return window_of(self.config, index) if self.windows else None
 
-    def norm_of(self, weights: Weights, name: str) -> RMSNorm:
+    def norm_of(self, weights: Weights, name: str, size: int | None = None) -> RMSNorm:
+        """A norm as this kind of model has them. size: the model's if None."""
         c = self.config
-        return RMSNorm(weights, name, c.hidden_size, norm_eps(c), self.norm_kind)
+        return RMSNorm(weights, name, size or c.hidden_size, norm_eps(c), self.norm_kind)
 
     def last_norm(self, weights: Weights) -> nn.Module:
         return self.norm_of(weights, f"{self.prefix}.{self.norm_name}")
