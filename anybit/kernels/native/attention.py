@@ -179,11 +179,11 @@ class _Attend:
         longest, most = f.variable(f.integer(0)), f.variable(f.integer(1))
         there = f.variable(f.integer(0))  # sequences up to the last one that has tokens
         with f.loop(0, f.number("sequences")) as b:
-            context = self.function.listed("contexts", b)
+            context = f.listed("contexts", b)
             longest.set(larger(f, longest.get(), context))
             there.set(f.select(f.compare("sgt", context, 0), b + 1, there.get()))
             if spec.several:
-                own = self.function.listed("starts", b + 1) - self.function.listed("starts", b)
+                own = f.listed("starts", b + 1) - f.listed("starts", b)
                 most.set(larger(f, most.get(), own))
         used = (longest.get() + (PART - 1)) // PART
         tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
@@ -193,10 +193,10 @@ class _Attend:
             self.head, rest = rest % self.kv_heads, rest // self.kv_heads
             tile, b = rest % tiles, rest // tiles
             self.table = f.at(f.pointer("tables"), b * f.number("width") * 4)
-            context = self.function.listed("contexts", b)
+            context = f.listed("contexts", b)
             self.row, stop = b, b + 1
             if spec.several:
-                self.row, stop = (self.function.listed("starts", i) for i in (b, b + 1))
+                self.row, stop = (f.listed("starts", i) for i in (b, b + 1))
                 # Of a token in row r the context ends at r + self.past.
                 self.past = context - stop + 1
                 self.row = self.row + tile * spec.tokens
@@ -291,7 +291,7 @@ class _Attend:
         for j in range(0, self.dim, self.lanes):
             x = read(f, stored, row, j * BYTES[stored], self.lanes)
             if self.cache.kind(which) == "dynamic":
-                scale = f.load(F32, self.function.pointer(f"{which}_scale"), place << 2)
+                scale = f.load(F32, f.pointer(f"{which}_scale"), place << 2)
                 x = x * f.splat(scale, self.lanes)
             f.store(x, self.tile, to + 4 * j)
 
@@ -326,7 +326,7 @@ class _Attend:
                 sums[i] = f.fma(q, k, sums[i])
         score = add_up(f, sums)
         if self.spec.capped:
-            cap = f.splat(f.load(F32, self.function.address("cap")), lanes)
+            cap = f.splat(f.load(F32, f.address("cap")), lanes)
             double = exp(f, (score + score) // cap)
             score = cap * (1 - 2 // (double + 1))
         tokens = f.splat(t, lanes) + _counting(f, lanes)

@@ -187,7 +187,7 @@ class _Write:
                 if weight is not None:
                     places = f.pointer("q_weight"), f.pointer("k_weight")
                     self._norm(f.select(is_q, *places), weight)
-                position = self.function.listed("positions", t)
+                position = f.listed("positions", t)
                 self._rotate(position * (dim * 2))
                 if cache.k == "int4":
                     self._spread()
@@ -195,7 +195,7 @@ class _Write:
                 to = f.at(f.pointer("q"), (t * heads + head) * (dim * size))
                 for i in self.vectors:
                     f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * size)
-            slot = self.function.listed("slots", t)
+            slot = f.listed("slots", t)
             with f.when(f.compare("sge", slot, 0)):
                 block = f.number("block")
                 for which, first in (("k", heads), ("v", heads + kv_heads)):
@@ -220,7 +220,7 @@ class _Write:
         for i in self.vectors:
             squares = f.fma(self._at(i), self._at(i), squares)
         mean = f.sum(squares) * (1 / cache.dim)
-        inverse = 1 // root(f, mean + f.load(F32, self.function.address("eps")))
+        inverse = 1 // root(f, mean + f.load(F32, f.address("eps")))
         for i in self.vectors:
             x = through(f, cache.isa, self._at(i) * f.splat(inverse, cache.lanes), weight)
             x = x * read(f, weight, weights, i * BYTES[weight], cache.lanes)
@@ -232,9 +232,7 @@ class _Write:
         f, cache, half = self.function, self.cache, self.cache.dim // 2
         kind = vec(cache.lanes, F32)
         for i in range(0, half, cache.lanes):
-            cos, sin = (
-                f.load(kind, self.function.pointer(n), place + 4 * i) for n in ("cos", "sin")
-            )
+            cos, sin = (f.load(kind, f.pointer(n), place + 4 * i) for n in ("cos", "sin"))
             a, b = self._at(i), self._at(half + i)
             for at, x in ((i, a * cos - b * sin), (half + i, b * cos + a * sin)):
                 f.store(through(f, cache.isa, x, cache.dtype), self.row, 4 * at)
@@ -284,7 +282,7 @@ class _Write:
         scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
         numbers = [f.cast("fptrunc", x, "half") for x in (scale, least * -1)]
         for i, number in enumerate(numbers):
-            f.store(number, self.function.pointer(f"{which}_scale"), (row << 2) + 2 * i)
+            f.store(number, f.pointer(f"{which}_scale"), (row << 2) + 2 * i)
         return [f.splat(f.cast("fpext", x, F32), cache.lanes) for x in numbers]
 
     def _largest(self, vectors: list[Value]) -> Value:

@@ -248,7 +248,7 @@ class _Product:
             stride = f.integer(self.rows * self.size)
             to = f.at(self.tile, place)
             f.run(
-                self.function.pointer("decode"),
+                f.pointer("decode"),
                 f.arguments[0],
                 self.first + j,
                 start,
@@ -267,7 +267,7 @@ class _Product:
         """Multiply the tile by activations t to t + tokens, which lie side by side."""
         f, operand, size = self.function, self.operand, self.size
         place = t * self.long + start * (self.vectors * tokens)
-        panel = f.at(self.function.pointer("x"), place * size)
+        panel = f.at(f.pointer("x"), place * size)
         fresh = f.compare("eq", start, 0)
         zero = f.zero(operand.sums)
         with f.loop(0, self.height, self.rows) as j:
@@ -321,9 +321,7 @@ class _Bands(_Product):
         first = self.first // BAND
         with f.loop(0, (self.height + (BAND - 1)) // BAND) as j:
             to, stride = f.at(self.tile, j * (parts * size)), f.integer(self.width * size)
-            f.run(
-                self.function.pointer("decode"), f.arguments[0], first + j, start, stop, to, stride
-            )
+            f.run(f.pointer("decode"), f.arguments[0], first + j, start, stop, to, stride)
         whole = self.m // BAND_TOKENS * BAND_TOKENS
         with f.loop(0, whole, BAND_TOKENS) as t:
             self._panel(t, BAND_TOKENS, start, steps)
@@ -335,7 +333,7 @@ class _Bands(_Product):
         """Multiply the tile by activations t to t + tokens, `long` times 32 bits of each."""
         f, operand = self.function, self.operand
         row = self.blocks * (RUN * operand.token_bytes)
-        first = f.at(self.function.pointer("x"), start * (RUN * operand.token_bytes))
+        first = f.at(f.pointer("x"), start * (RUN * operand.token_bytes))
         x = [f.at(first, (t + i) * row) for i in range(tokens)]
         zero = f.zero(operand.sums)
         totals = [[f.variable(zero) for _ in x] for _ in range(self.width)]
