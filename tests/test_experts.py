@@ -29,7 +29,8 @@ from anybit.integrations.transformers import AnybitConfig
 from anybit.nn.experts import Experts, fused_experts, published, split
 from anybit.nn.gates import gates
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import TINY, dense_layers, dequantize_, linear_schemes, quantized_layers
+from anybit.nn.model import dense_layers, dequantize_, linear_schemes, quantized_layers
+from anybit.nn.outline import TINY
 from anybit.planning.allocate import plan_formats
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from tests.engine.conftest import ARCHITECTURES, random_model, reference
@@ -206,7 +207,7 @@ GATES = {
 @pytest.mark.parametrize("name", GATES)
 def test_gates_and_routers_stay_dense(name, monkeypatch):
     """Unless a pattern names them. Those of tiny models are kept for their size, too."""
-    monkeypatch.setattr("anybit.nn.model.TINY", 1)
+    monkeypatch.setattr("anybit.nn.outline.TINY", 1)
     config = zoo.Model(name).config()
     with torch.device("meta"):
         model = zoo.Model(name).type(config)

@@ -43,7 +43,7 @@ from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import expert_layers
 from anybit.nn.linear import check_finite, is_conv1d
-from anybit.nn.model import dense_layers, linear_schemes
+from anybit.nn.model import dense_layers, linear_schemes, outline_of
 from anybit.nn.plan import Plan, Spec, quantization_config
 from anybit.nn.tied import sharing_heads, untie, untied_config, untied_heads
 from anybit.quantizers.base import Quantizer, quantize_weight
@@ -252,7 +252,7 @@ def plan_quantization(
     model, tensors = bare_model(source), stored_tensors(source)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    planned, formats = quantized_plan(model, spec, quantizer)
+    planned, formats = quantized_plan(outline_of(model), spec, quantizer)
     heads, sharing = untied_heads(model, planned), sharing_heads(model, planned)
     given: dict[str, Stored] = dict(tensors)
     if heads or model.has_own_head:

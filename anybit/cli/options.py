@@ -11,7 +11,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.evaluate.corpus import calibration_text, prose
 from anybit.formats.presets import default_format
 from anybit.nn.mixes import MIXTURE
-from anybit.nn.model import without_mixtures
+from anybit.nn.model import outline_of
 from anybit.nn.plan import Plan, plan_from, plan_of, read_plan
 from anybit.progress import say
 from anybit.quantizers.calibration.data import Calibration
@@ -51,7 +51,7 @@ def plan_of_options(
 def plan_for(plan: Plan, model: Callable[[], Any]) -> dict[str, str | None]:
     """The plan in anybit's names, without mixtures."""
     mixed = any(MIXTURE.fullmatch(str(scheme).strip().lower()) for scheme in plan.values())
-    return plan_of(without_mixtures(model(), plan) if mixed else plan)
+    return plan_of(outline_of(model()).without_mixtures(plan) if mixed else plan)
 
 
 def default_calibration(plan: Mapping[str, str | None], method: str | None) -> Calibration | None:

@@ -15,11 +15,12 @@ from transformers import PretrainedConfig
 
 from anybit.checkpoint.architecture import EXPERTS, bare_model, configuration
 from anybit.checkpoint.foreign.ready import ready
+from anybit.checkpoint.stream import WEIGHT_DTYPES
 from anybit.engine.generator import UNLIMITED, Generator, longest
 from anybit.engine.lora import Adapters, read_adapter
 from anybit.engine.memory import check_weights
 from anybit.engine.models import UnknownModel
-from anybit.engine.models.fields import asked_by, check_fields
+from anybit.engine.models.fields import Asked, asked_by, check_fields, outline_of
 from anybit.engine.models.layers import Decoder
 from anybit.engine.models.mtp import Head, head_of
 from anybit.engine.models.rope import rope_parameters
@@ -33,12 +34,14 @@ from anybit.engine.weights import (
     reading,
 )
 from anybit.errors import InvalidInput, Unsupported, loading
-from anybit.files.directory import quantization_of, read_json
+from anybit.files.directory import quantization_of, read_json, stated_quantization
 from anybit.files.safetensors import Stored, stored_tensors
 from anybit.nn.model import quantized_modules
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
 from anybit.progress import START
+from anybit.quantizers.quantize import quantized_plan
+from anybit.quantizers.rtn import RTN
 
 Built = TypeVar("Built", bound=Decoder)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -230,14 +233,54 @@ def read_of(
         bare()  # what transformers says of its fields comes first
         raise
     check_fields(kind, config, asked.fields, bare, directory)
-    if own and quantization is None:
+    if own:
         further = kind.further(config)
         others = (*IGNORED, *asked.scales, *([f"{further.prefix}.*"] if further else ()))
         beside = partial(matches, others)
         if (read := read_as_asked(stored, asked.tensors, beside, formats)) is not None:
             found = Reading(config, asked.embeddings, stored, {*stored}, read, formats or {})
-            return kind, found
+            planned = planned_by_names(kind, asked, found, directory, quantization)
+            if planned is not None:
+                return kind, planned
     return kind, reading(directory, stored, bare, formats, quantization)
+
+
+def planned_by_names(
+    kind: type[Decoder],
+    asked: Asked,
+    found: Reading,
+    directory: Path,
+    quantization: Spec | Plan | None,
+) -> Reading | None:
+    """What is read of a dense checkpoint, and how it is quantized meanwhile.
+
+    None: transformers' model has to tell, as for a plan that does not fit, or for a head that gets
+    a weight of its own.
+
+    Args:
+        kind: The model of ours.
+        asked: What it asks for.
+        found: What is read.
+        directory: Of the checkpoint.
+        quantization: As in `reading`.
+    """
+    if quantization is None:
+        return found
+    if stated_quantization(directory, read_json(directory / "config.json")) is not None:
+        return None
+    outline, names = outline_of(kind, found.config, asked)
+    try:
+        schemes, plan = quantized_plan(outline, quantization, RTN())
+    except InvalidInput:
+        return None
+    sharing = outline.sharing(schemes)
+    own = {name: scheme for name, scheme in schemes.items() if name not in sharing}
+    if not sharing and any({*pair} & own.keys() for pair in outline.tied.items()):
+        return None
+    dtypes = {found.stored[f"{names[name]}.weight"].torch_dtype for name in own}
+    if not dtypes <= {*WEIGHT_DTYPES}:
+        return None
+    return found._replace(named=plan, schemes={names[n]: scheme for n, scheme in own.items()})
 
 
 def is_whole(config: PretrainedConfig, name: str, tensors: int) -> bool:

@@ -128,6 +128,10 @@ class Weights:
             return layer
         return self.adapters.beside(layer, names, rows, columns, self.device, self.dtype)
 
+    def router(self, name: str, experts: int, columns: int, bias: bool) -> nn.Module:
+        """What scores a block's experts, which stays dense."""
+        return self.linear([name], [experts], columns, bias)
+
     def parts(
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
     ) -> list[Part]:

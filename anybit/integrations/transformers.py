@@ -36,8 +36,8 @@ from anybit.nn.model import (
     count_weights,
     dense_layers,
     dequantize_,
-    full_plan,
     linear_schemes,
+    outline_of,
     quantized_modules,
 )
 from anybit.nn.multiplier import Keep, check_keep
@@ -128,7 +128,8 @@ class AnybitQuantizer(HfQuantizer):
             stored = {n: t for f in checkpoint_files or () for n, t in read_header(Path(f)).items()}
             fill, self.names = swap_for_stored(model, self.quantization_config.formats, stored)
         else:
-            self.quantization_config.formats = full_plan(model, self.quantization_config.formats)
+            given = self.quantization_config.formats
+            self.quantization_config.formats = outline_of(model).full_plan(given)
             self.quantization_config.formats |= dict.fromkeys(new_layers(model))
             fill = swap_for_dense(model, self.quantization_config.formats)
         plan = model._get_dtype_plan(model.dtype)  # layers that stay in fp32, by their names

@@ -4,8 +4,9 @@ An error in a decay is multiplied from token to token, and one in a router takes
 Together they hold about a thousandth of the weights.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -22,7 +23,10 @@ def gates(model: nn.Module) -> set[str]:
     for name, module in model.named_modules():
         numbers = {v for k, v in vars(module).items() if HEADS.search(k) and type(v) is int}
         heads[name] = numbers or heads.get(name.rpartition(".")[0], set())
-        found = {*of_decays(module)} if not name.endswith("experts") else set()
+        decay = getattr(module, DECAY, None)
+        found = set[str]()
+        if isinstance(decay, nn.Parameter) and not name.endswith("experts"):
+            found |= {*of_decays(tuple(decay.shape), dict(linears(module)))}
         for key, child in module.named_children():
             if count := count_of(child):
                 found |= {*routers(module, key, count)}
@@ -32,20 +36,31 @@ def gates(model: nn.Module) -> set[str]:
     return out
 
 
-def of_decays(module: nn.Module) -> Iterator[str]:
-    """Names of the layers within a module that make its decays: one a head, or of low rank."""
-    decay = getattr(module, DECAY, None)
-    if not isinstance(decay, nn.Parameter):
+def of_decays(decay: tuple[int, ...], layers: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Names of the layers that make decays of this shape: one a head, or of low rank.
+
+    layers: Shapes (N, K) of those of the decays' module, by name.
+    """
+    count = math.prod(decay)
+    if len(decay) == 2:  # one a channel
+        yield from (key for key, (n, k) in layers.items() if n == decay[0] and k < n)
         return
-    shapes = dict(linears(module))
-    if decay.ndim == 2:  # one a channel
-        yield from (key for key, (n, k) in shapes.items() if n == len(decay) and k < n)
-        return
-    count = decay.numel()
-    ranks = {k for n, k in shapes.values() if n % count == 0 and k * SMALL <= n}
-    for key, (n, k) in shapes.items():
+    ranks = {k for n, k in layers.values() if n % count == 0 and k * SMALL <= n}
+    for key, (n, k) in layers.items():
         if (n in (count, 2 * count) and n < k) or min(n, k) in ranks:
             yield key
+
+
+def gates_named(
+    tensors: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, ...]]
+) -> set[str]:
+    """As `gates`, by the shapes of tensors and layers, where no router is a linear layer."""
+    own: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in layers.items():
+        module, _, key = name.rpartition(".")
+        own.setdefault(module, {})[key] = shape
+    decays = {n.rpartition(".")[0]: s for n, s in tensors.items() if n.endswith(f".{DECAY}")}
+    return {f"{at}.{k}" for at, shape in decays.items() for k in of_decays(shape, own.get(at, {}))}
 
 
 def routers(block: nn.Module, experts: str, count: int) -> Iterator[str]:

@@ -2,10 +2,8 @@
 
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,14 +17,14 @@ from anybit.nn.embedding import QuantEmbedding, embedding_layers
 from anybit.nn.experts import expert_layers, fused_experts, holds_experts, linear, split
 from anybit.nn.gates import gates
 from anybit.nn.linear import QuantLinear, is_conv1d
-from anybit.nn.mixes import unmixed
 from anybit.nn.multiplier import Keep
-from anybit.nn.plan import Plan, Spec, patterns_for, plan_of, quantization_config, resolve
+from anybit.nn.outline import Outline
+from anybit.nn.plan import Plan, Spec, plan_of, quantization_config, resolve
 from anybit.nn.quantized import Quantized
 from anybit.nn.tied import (
     check_ties,
+    layer_of,
     output_embeddings,
-    sharing_heads,
     tie_again,
     tied_heads,
     tied_layers,
@@ -35,7 +33,6 @@ from anybit.nn.tied import (
 log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
 
-TINY = 16  # a layer with fewer inputs or outputs (a gate) stays dense, unless a pattern names it
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -154,73 +151,28 @@ def linear_schemes(model: nn.Module, spec: Spec | Plan) -> dict[str, str]:
     Raises:
         InvalidInput: As `resolve` does, and for a layer whose weight is tied to another's.
     """
-    schemes = schemes_in(model, full_plan(model, spec))
-    check_ties(schemes, tied_layers(model), sharing_heads(model, schemes))
+    outline = outline_of(model)
+    schemes = outline.schemes(outline.full_plan(spec))
+    check_ties(schemes, tied_layers(model), outline.sharing(schemes))
     return schemes
 
 
-def schemes_in(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """The schemes that a full plan gives a model's layers and embeddings; errors as `resolve`'s."""
-    return resolve(dense_layers(model), plan, embedding_layers(model))
-
-
-def without_mixtures(model: nn.Module, spec: Spec | Plan) -> Spec | Plan:
-    """A spec in which formats of a model's layers take the place of llama.cpp's mixtures."""
-    kept = {*output_embeddings(model), *tied_heads(model), *gates(model)}
-    shapes = {n: s for n, s in dense_layers(model).items() if n not in kept and min(s) >= TINY}
-    return unmixed(spec, shapes, getattr(model, "config", None))
-
-
-def full_plan(model: nn.Module, spec: Spec | Plan) -> dict[str, str | None]:
-    """The plan that a spec stands for, with the layers that "*" does not mean.
-
-    These are the output embeddings under whatever name, all layers that share the weight of an
-    embedding, those that make decays or choose experts, and layers with fewer than `TINY` inputs
-    or outputs. A head gets the format of the embedding that it is tied to, unless a pattern names
-    the head, too. Weights that are no linear layers, but look like it, are logged.
-
-    Args:
-        model: A dense model; it may be on the meta device.
-        spec: As in `quantize_`.
-
-    Returns:
-        A plan that needs no model to be understood.
-    """
-    shapes = dense_layers(model)
-    plan = plan_of(without_mixtures(model, spec))
-    tied, words = tied_heads(model), embedding_layers(model)
-    for name in sorted(tied.keys() & shapes.keys()):
-        patterns = patterns_for(tied[name], plan, True) if tied[name] in words else []
-        if patterns and not {*patterns_for(name, plan)} - {"*"}:
-            plan[name] = plan[patterns[-1]]
-    heads = output_embeddings(model) | tied.keys()
-    deciding = gates(model)
-    kept = {
-        name
-        for name, shape in shapes.items()
-        if (name in heads or name in deciding or min(shape) < TINY)
-        and patterns_for(name, plan) == ["*"]
-    }
-    for name in sorted(kept):
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        alike = {other for other in shapes if fnmatchcase(other, pattern)}
-        plan[pattern if name in alike and alike <= kept else name] = None
-    own = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not is_linear(m)]
-    fused = dict(fused_experts(model))
-    experts = [n for n, m in model.named_modules() if holds_experts(m) and n not in fused]
-    for names, why in (
-        (
-            sorted(kept - heads - deciding),
-            f"layers stay dense, of fewer than {TINY} inputs or outputs",
-        ),
-        (sorted(kept & deciding - heads), "layers stay dense, which make decays or choose experts"),
-        (own, "layers stay dense, which do more than to multiply"),
-        (experts, "blocks of experts stay dense, in a layout that anybit does not know"),
-    ):
-        if names:
-            level = logging.WARNING if names is experts else logging.INFO
-            log.log(level, "%d %s: %s, ...", len(names), why, names[0])
-    return plan
+def outline_of(model: nn.Module) -> Outline:
+    """What plans go by. model: a dense one; it may be on the meta device."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    fused, tied = dict(fused_experts(model)), tied_heads(model)
+    ties = getattr(model, "all_tied_weights_keys", {})
+    return Outline(
+        dense_layers(model),
+        embedding_layers(model),
+        output_embeddings(model),
+        tied,
+        gates(model),
+        getattr(model, "config", None),
+        more=tuple(n for n, m in linears if not is_linear(m)),
+        unknown=tuple(n for n, m in model.named_modules() if holds_experts(m) and n not in fused),
+        others=not {layer_of(key) for key in ties} <= tied.keys(),
+    )
 
 
 @contextmanager

@@ -86,10 +86,15 @@ def sharing_heads(model: nn.Module, schemes: Mapping[str, str | None]) -> dict[s
     heads, ties = tied_heads(model), getattr(model, "all_tied_weights_keys", {})
     if not {layer_of(key) for key in ties} <= heads.keys():  # more is tied than heads
         return {}
+    return layers_that_share(heads, schemes)
+
+
+def layers_that_share(tied: Mapping[str, str], schemes: Mapping[str, str | None]) -> dict[str, str]:
+    """Those of layers with an embedding's weight that get its format -> the embeddings."""
     formats = {name: scheme and parse_scheme(scheme)[0] for name, scheme in schemes.items()}
     return {
         name: words
-        for name, words in heads.items()
+        for name, words in tied.items()
         if formats.get(name) and formats[name] == formats.get(words)
     }
 

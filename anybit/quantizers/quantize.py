@@ -18,19 +18,19 @@ from anybit.nn.model import (
     Module,
     check_module,
     dense_layers,
-    full_plan,
     is_linear,
     linear_at,
+    outline_of,
     plan_in,
     quantized_modules,
     record,
     refuse_adapters,
     replace,
     restored_on_error,
-    schemes_in,
     take_apart,
     under_all_names,
 )
+from anybit.nn.outline import Outline
 from anybit.nn.plan import Plan, Spec
 from anybit.nn.tied import (
     check_ties,
@@ -163,7 +163,7 @@ def trained_for(model: nn.Module, schemes: Mapping[str, str]) -> Plan:
         )
     plan: Plan | None = getattr(model, "anybit_formats", None)
     with suppress(InvalidInput):  # a part of the model, or layers were replaced since then
-        if plan and schemes_in(model, plan) == schemes:
+        if plan and outline_of(model).schemes(plan) == schemes:
             return plan
     return {"*": None, **schemes}
 
@@ -205,7 +205,7 @@ def schemes_of(
     if not dense_layers(model) and not embedding_layers(model) and not done:
         raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
     try:
-        schemes, plan = quantized_plan(model, spec, quantizer)
+        schemes, plan = quantized_plan(outline_of(model), spec, quantizer)
     except InvalidInput as error:
         if not done:
             raise
@@ -222,17 +222,19 @@ def schemes_of(
 
 
 def quantized_plan(
-    model: nn.Module, spec: Spec | Plan, quantizer: Quantizer
+    outline: Outline, spec: Spec | Plan, quantizer: Quantizer
 ) -> tuple[dict[str, str], dict[str, str | None]]:
     """Schemes of the layers to quantize, and the full plan, with the formats of the quantizer.
 
     Raises:
         InvalidInput: As `resolve` does.
     """
-    plan = full_plan(model, spec)
-    linear, _ = apart(model, schemes_in(model, plan))
-    plan = planned(quantizer, plan, dense_layers(model), linear)
-    return schemes_in(model, plan), plan
+    plan = outline.full_plan(spec)
+    schemes = outline.schemes(plan)
+    others = outline.sharing(schemes).keys() | outline.words.keys()
+    linear = {name: scheme for name, scheme in schemes.items() if name not in others}
+    plan = planned(quantizer, plan, outline.layers, linear)
+    return outline.schemes(plan), plan
 
 
 def quantize_weights(model: nn.Module, schemes: Mapping[str, str], quantizer: Quantizer) -> None:

@@ -20,10 +20,12 @@ from anybit.engine.models.fields import (
     asked_by,
     check_fields,
     fields,
+    outline_of,
     read_by_theirs,
 )
 from anybit.engine.models.layers import Decoder
 from anybit.engine.sequence import SamplingParams
+from anybit.nn.model import outline_of as of_model
 from tests.engine.conftest import ARCHITECTURES, prompts, random_model, reference
 from tests.engine.test_models import edit
 
@@ -76,6 +78,35 @@ def test_what_models_read_stands_in_their_sources(tmp_path: Path, name: str) -> 
     assert sources.known
     assert all(sources.may_read(field) for field in names & (seen | kept) - IDLE)
     assert {field for field in names - IDLE if sources.reads(field)} <= seen
+
+
+def layers_of(config: Any) -> list[Any]:
+    """What plans go by, as transformers' model and as ours tell it."""
+    kind, model = model_class(config), bare(config)
+    theirs, (ours, names) = of_model(model), outline_of(kind, config, asked_by(kind, config))
+    assert not theirs.unknown
+    assert not theirs.others
+    assert names.keys() == ours.layers.keys() | ours.words.keys()
+    return [
+        (o.layers, o.words, o.heads, o.tied, o.gates, o.full_plan("q4_k_m")) for o in (theirs, ours)
+    ]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plans_go_by_the_same_layers(name: str) -> None:
+    kind, options = ARCHITECTURES[name]
+    with torch.device("meta"):
+        model = random_model(str(kind), dict(options))  # type: ignore[call-overload]
+    model.config.architectures = [type(model).__name__]
+    theirs, ours = layers_of(model.config)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_plans_of_published_models_go_by_the_same_layers(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    theirs, ours = layers_of(AutoConfig.from_pretrained(tmp_path))
+    assert ours == theirs
 
 
 def test_every_family_has_a_published_model() -> None:

@@ -39,7 +39,7 @@ def fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "check_fields", lambda *given: None)
 
 
-def read(source: Path) -> tuple[Reading, bool]:
+def read(source: Path, quantization: Any = None) -> tuple[Reading, bool]:
     """What is found in a directory, and whether transformers' model was built for that."""
     built: list[Path] = []
     formats = formats_of(read_json(source / "config.json"), source)
@@ -48,7 +48,8 @@ def read(source: Path) -> tuple[Reading, bool]:
         built.append(source)
         return bare_model(source)
 
-    return read_of(source, stored_tensors(source), build, formats, None)[1], bool(built)
+    found = read_of(source, stored_tensors(source), build, formats, quantization)[1]
+    return found, bool(built)
 
 
 def check_same(source: Path, found: Reading) -> None:
@@ -80,6 +81,42 @@ def test_names_of_codes_tell_the_same(name: str, checkpoint: Checkpoint, tmp_pat
     found, built = read(tmp_path / "out")
     assert not built
     check_same(tmp_path / "out", found)
+
+
+PLANS = {
+    "all": "int8",
+    "words": {"*": "int8@int8", "*embed*": "int4:group=4"},
+    "head": {"*": "int8", "lm_head": "int4:group=4"},
+    "some": {"*": None, "*.layers.1.*proj": "int8"},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "name", ["llama-biases-tied", "qwen3_moe", "deepseek_v3", "mixtral", "nemotron_h", "jamba"]
+)
+def test_what_a_start_quantizes_is_told_the_same(
+    name: str, plan: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, spec = checkpoint(name), PLANS[plan]
+    want = reading(source, stored_tensors(source), lambda: bare_model(source), None, spec)
+    if (name, plan) != ("llama-biases-tied", "head"):  # which gets a weight of its own
+        monkeypatch.setattr(loader, "reading", None)
+    found, _ = read(source, spec)
+    assert found.config.tie_word_embeddings == want.config.tie_word_embeddings
+    assert found.schemes == want.schemes
+    assert found.named == want.named
+    assert found.stored.keys() == want.stored.keys()
+    assert (found.known, found.certain) == (want.known, want.certain)
+
+
+@pytest.mark.parametrize("plan", [{"*": "int8", "*.mlp.gate": "int8"}, {"*.q_proj": "int8"}])
+def test_plans_that_do_not_fit_are_told_by_transformers(checkpoint: Checkpoint, plan: Any) -> None:
+    source = checkpoint("qwen3_moe")
+    with pytest.raises(InvalidInput, match=r"no (layer|pattern) matches") as told:
+        LLM(source, plan)
+    with pytest.raises(InvalidInput, match=re.escape(str(told.value))):
+        reading(source, stored_tensors(source), lambda: bare_model(source), None, plan)
 
 
 def changed(source: Path, out: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
@@ -168,7 +205,8 @@ def test_a_start_imports_no_models() -> None:
     """Nor torch's compiler, which takes seconds, unless transformers' tokenizers need it."""
     code = (
         "import gc, sys, anybit; from transformers import AutoTokenizer;"
-        f"before = [*sys.modules]; llm = anybit.LLM({str(PICO)!r}, device='cpu');"
+        f"before = [*sys.modules]; anybit.LLM({str(PICO)!r}, 'int8@int8', device='cpu');"
+        f"llm = anybit.LLM({str(PICO)!r}, device='cpu');"
         "llm.generate(['def main('], anybit.SamplingParams(max_tokens=2));"
         f"print([n for n in {HEAVY} if n in sys.modules and n not in before], gc.isenabled())"
     )

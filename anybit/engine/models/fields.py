@@ -21,6 +21,9 @@ from transformers import PretrainedConfig
 from anybit.engine.models import UnknownModel
 from anybit.engine.models.layers import Decoder
 from anybit.engine.weights import Part, Weights, Words
+from anybit.nn.experts import unpublished
+from anybit.nn.gates import gates_named
+from anybit.nn.outline import Outline
 
 # What transformers reads without an effect on logits: names and dtypes, kinds of outputs, training
 # (dropout, losses of routers, first time steps), how it runs a model (chunks of recurrences, the
@@ -144,15 +147,20 @@ class Asked(Weights):
 
     Attributes:
         fields: Names of fields of the configuration.
+        heads: Names of output layers.
         tensors: Shapes of tensors, by their names.
+        layers: Shapes of linear layers, by their names; tied heads and experts are among them.
         scales: Names of tensors that a checkpoint may have beside those.
         embeddings: Names of the tables of embeddings.
+        tied: Heads that have an embedding's weight -> that embedding.
     """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.bfloat16)
         self.fields, self.scales, self.embeddings = set[str](), set[str](), set[str]()
         self.tensors: dict[str, tuple[int, ...]] = {}
+        self.layers: dict[str, tuple[int, ...]] = {}
+        self.heads, self.tied = set[str](), dict[str, str]()
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         self.tensors[name] = shape
@@ -162,7 +170,7 @@ class Asked(Weights):
         self, names: list[str], rows: list[int], columns: int, bias: bool = False
     ) -> list[Part]:  # as one
         for name, n in zip(names, rows, strict=True):
-            self.tensors[f"{name}.weight"] = n, columns
+            self.tensors[f"{name}.weight"] = self.layers[name] = n, columns
             if bias:
                 self.tensors[f"{name}.bias"] = (n,)
         whole = torch.empty(sum(rows), columns, dtype=self.dtype, device="meta")
@@ -172,6 +180,11 @@ class Asked(Weights):
         together = [name for own in names for name in own]  # a module each would take seconds
         return [self.parts(together, rows * len(names), columns)]
 
+    def router(self, name: str, experts: int, columns: int, bias: bool) -> nn.Module:
+        layer = super().router(name, experts, columns, bias)
+        del self.layers[name]
+        return layer
+
     def part(self, name: str, shape: tuple[int, int], bias: bool) -> Part:
         return self.parts([name], [shape[0]], shape[1], bias)[0]
 
@@ -180,13 +193,32 @@ class Asked(Weights):
 
     def embedding(self, name: str, shape: tuple[int, int]) -> Words:
         self.embeddings.add(name)
-        weight = self.part(name, shape, False)[0]
-        assert isinstance(weight, Tensor)
-        return nn.Embedding.from_pretrained(weight)
+        self.tensors[f"{name}.weight"] = shape
+        return nn.Embedding.from_pretrained(torch.empty(shape, dtype=self.dtype, device="meta"))
 
     def head(self, name: str, words: Words, tied: bool) -> nn.Module:
         super().head(name, words, tied)
+        self.heads.add(name)
+        if tied:
+            self.layers[name] = words.num_embeddings, words.embedding_dim
+            self.tied[name] = next(iter(self.embeddings))  # models have one table
         return nn.Identity()
+
+
+def outline_of(kind: type[Decoder], config: Any, asked: Asked) -> tuple[Outline, dict[str, str]]:
+    """What plans go by, and the checkpoint's names of layers and embeddings by transformers'."""
+
+    def theirs(name: str) -> str:
+        if kind.base_name and name.startswith(f"{kind.prefix}."):
+            name = kind.base_name + name.removeprefix(kind.prefix)
+        return unpublished(name, config.model_type)
+
+    layers = {theirs(name): shape for name, shape in asked.layers.items()}
+    words = {theirs(name): asked.tensors[f"{name}.weight"] for name in asked.embeddings}
+    tied = {theirs(name): theirs(other) for name, other in asked.tied.items()}
+    deciding = {*map(theirs, gates_named(asked.tensors, asked.layers))}
+    outline = Outline(layers, words, {*map(theirs, asked.heads)}, tied, deciding, config)
+    return outline, {theirs(name): name for name in (*asked.layers, *asked.embeddings)}
 
 
 def asked_by(kind: type[Decoder], config: Any) -> Asked:

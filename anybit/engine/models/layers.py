@@ -134,13 +134,14 @@ class Decoder(nn.Module):
     """A decoder-only language model. A subclass says what differs, in fields or in methods.
 
     length: positions that it is prepared for. memories: what its layers remember, in the order in
-    which they run. prefix: of its tensors' names. mlp_name: of what lies behind attention.
-    words_name, norm_name: of the embeddings and the last norm. norms: of each block. hosted:
-    whether it is transformers' own. exact_answers: whether layers with activations of int8 round
-    those of answers to 16 bits. keep: makes what the last of the memories keeps of tokens for a
-    head that guesses, of their hidden states and the inputs of the layers `read`. biases: which
-    projections have some. windows: whether layers have those of config.json. attention_options: of
-    `Attention`. rope_class, rope_options: what rotates Q and K. mlp_names: of an MLP's projections.
+    which they run. prefix: of its tensors' names. base_name: transformers' name for it. mlp_name:
+    of what lies behind attention. words_name, norm_name: of the embeddings and the last norm.
+    norms: of each block. hosted: whether it is transformers' own. exact_answers: whether layers
+    with activations of int8 round those of answers to 16 bits. keep: makes what the last of the
+    memories keeps of tokens for a head that guesses, of their hidden states and the inputs of the
+    layers `read`. biases: which projections have some. windows: whether layers have those of
+    config.json. attention_options: of `Attention`. rope_class, rope_options: what rotates Q and K.
+    mlp_names: of an MLP's projections.
     """
 
     exact_answers = False
@@ -149,6 +150,7 @@ class Decoder(nn.Module):
 
     hosted: ClassVar[bool] = False
     prefix: ClassVar[str] = "model"
+    base_name: ClassVar[str | None] = None  # the same
     mlp_name: ClassVar[str] = "mlp"
     words_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"

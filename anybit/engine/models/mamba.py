@@ -280,7 +280,7 @@ class UngatedMoE(MoEV3):
 
 
 class NemotronH(Decoder):
-    prefix = "backbone"
+    prefix, base_name = "backbone", "model"
     words_name = "embeddings"
     norm_name = "norm_f"
     norm_kind = NormKind(wide=True)

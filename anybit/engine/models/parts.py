@@ -142,7 +142,7 @@ class MoE(nn.Module):
         self.act = activation_of(config)
         self.experts, self.top_k, self.normalize = experts, top_k, normalize
         hidden = config.hidden_size
-        self.gate = weights.linear([f"{name}.{router}"], [experts], hidden, bias)
+        self.gate = weights.router(f"{name}.{router}", experts, hidden, bias)
         *first, down = names
         both = [[f"{name}.experts.{i}.{part}" for part in first] for i in range(experts)]
         last = [[f"{name}.experts.{i}.{down}"] for i in range(experts)]
