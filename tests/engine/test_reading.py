@@ -29,7 +29,7 @@ from tests.engine.conftest import ARCHITECTURES, PICO
 
 # Whose checkpoints have other names than the engine's models ask for.
 OTHER = {"gpt_oss", "lfm2_moe", "granitemoehybrid"}
-HEAVY = ("transformers.modeling_utils", "torch._dynamo")
+HEAVY = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "sympy")
 Checkpoint = Callable[[str], Path]
 
 
@@ -199,6 +199,18 @@ def test_a_start_builds_no_module_for_each_expert(monkeypatch: pytest.MonkeyPatc
         assert sum(".experts." in name for name in asked.tensors) == 2 * 3 * experts
         found[experts] = built[0]
     assert found[2] == found[64]
+
+
+def test_the_table_of_activations_is_there_when_it_is_looked_at() -> None:
+    code = (
+        "import sys, torch, transformers; from anybit.checkpoint import late;"
+        "late.import_validators(); transformers.LlamaConfig(); name = late.TABLE;"
+        "print(name in sys.modules);"
+        "table = sys.modules[late.VALIDATORS].ACT2FN; from transformers.activations import ACT2FN;"
+        "print(list(table) == list(ACT2FN), 'silu' in table, 'nope' in table);"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "True", "False"], done.stderr[-2000:]
 
 
 def test_a_start_imports_no_models() -> None:
