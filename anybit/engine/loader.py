@@ -39,6 +39,7 @@ from anybit.files.safetensors import Stored, stored_tensors
 from anybit.nn.model import quantized_modules
 from anybit.nn.multiplier import Keep
 from anybit.nn.plan import METHOD, Plan, Spec, stored_plan
+from anybit.nn.tied import untie
 from anybit.progress import START
 from anybit.quantizers.quantize import quantized_plan
 from anybit.quantizers.rtn import RTN
@@ -229,20 +230,35 @@ def read_of(
     kind = model_class(config, directory)
     try:
         asked = asked_by(kind, config)
+        if own and has_own_head(asked, stored):
+            untie(config)
+            asked = asked_by(kind, config)
     except Exception:
         bare()  # what transformers says of its fields comes first
         raise
     check_fields(kind, config, asked.fields, bare, directory)
     if own:
         further = kind.further(config)
-        others = (*IGNORED, *asked.scales, *([f"{further.prefix}.*"] if further else ()))
+        heads = {f"{name}.weight" for name in asked.tied}  # that are the embeddings again
+        others = (*IGNORED, *asked.scales, *([f"{further.prefix}.*"] if further else ()), *heads)
         beside = partial(matches, others)
         if (read := read_as_asked(stored, asked.tensors, beside, formats)) is not None:
+            read |= heads & stored.keys()
             found = Reading(config, asked.embeddings, stored, {*stored}, read, formats or {})
             planned = planned_by_names(kind, asked, found, directory, quantization)
             if planned is not None:
                 return kind, planned
     return kind, reading(directory, stored, bare, formats, quantization)
+
+
+def has_own_head(asked: Asked, stored: Mapping[str, Stored]) -> bool:
+    """Whether files hold another weight for a tied head than for its embedding.
+
+    transformers then takes the head for one of its own, whatever config.json says.
+    """
+    pairs = ((f"{head}.weight", f"{words}.weight") for head, words in asked.tied.items())
+    both = [(stored[a], stored[b]) for a, b in pairs if {a, b} <= stored.keys()]
+    return any(not a.equals(b) for a, b in both)
 
 
 def planned_by_names(

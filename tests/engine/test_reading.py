@@ -133,16 +133,26 @@ def with_own_head(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
 
 
+def with_head(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
 def with_frequencies(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
 
-@pytest.mark.parametrize(("change", "built"), [(with_own_head, True), (with_frequencies, False)])
+@pytest.mark.parametrize("change", [with_own_head, with_head, with_frequencies])
 def test_tensors_that_are_asked_for_elsewhere(
-    checkpoint: Checkpoint, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], built: bool
+    checkpoint: Checkpoint, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]
 ) -> None:
     source = changed(checkpoint("llama-biases-tied"), tmp_path / "out", change)
-    assert read(source)[1] == built
+    for spec in (None, "int8"):
+        found, built = read(source, spec)
+        want = reading(source, stored_tensors(source), lambda: bare_model(source), None, spec)
+        assert not built
+        assert (found.schemes, found.named) == (want.schemes, want.named)
+        assert found.config.tie_word_embeddings == want.config.tie_word_embeddings
+        assert found.stored.keys() >= want.stored.keys()
     model = LLM(source, dtype="float32").engine.runner.model
     assert bare_model(source).config.tie_word_embeddings == (
         model.lm_head.weight is model.embed_tokens
@@ -166,6 +176,13 @@ def test_what_does_not_fit_is_told(
 ) -> None:
     with pytest.raises(InvalidInput, match=message):
         LLM(changed(checkpoint("llama"), tmp_path / "out", change))
+
+
+def test_a_head_of_another_shape_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = {"lm_head.weight": torch.ones(5, 64)}
+    source = changed(checkpoint("llama-biases-tied"), tmp_path / "out", lambda t: t.update(other))
+    with pytest.raises(InvalidInput, match="asks for floats of shape"):
+        LLM(source)
 
 
 @pytest.mark.parametrize("count", [[4], {"a": 4}, True, 4.0])
