@@ -26,7 +26,8 @@ import anybit
 from anybit import GPTQ, Calibration
 from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.errors import InvalidInput
-from anybit.quantizers.calibration.block_runner import BlockRunner, block_lists
+from anybit.quantizers.calibration.block_runner import BlockRunner
+from anybit.quantizers.calibration.blocks import block_lists
 from anybit.quantizers.calibration.rehearsal import rehearse
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny

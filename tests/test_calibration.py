@@ -14,7 +14,8 @@ from anybit import GPTQ, Additive, Calibration
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import linear_at
 from anybit.quantizers.base import Quantizer, quantize_layers
-from anybit.quantizers.calibration.block_runner import BlockRunner, batches_of, find_blocks
+from anybit.quantizers.calibration.block_runner import BlockRunner, batches_of
+from anybit.quantizers.calibration.blocks import find_blocks
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.statistics import Statistics
 from tests import tiny

@@ -36,7 +36,7 @@ from anybit.nn.model import take_apart
 from anybit.nn.plan import Plan, Spec
 from anybit.nn.quantized import Quantized
 from anybit.quantizers.base import Quantizer
-from anybit.quantizers.calibration.block_runner import block_lists
+from anybit.quantizers.calibration.blocks import block_lists
 from anybit.quantizers.calibration.driver import calibrate, calibration_of
 from anybit.quantizers.calibration.resume import SETTINGS
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks

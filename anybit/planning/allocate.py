@@ -15,6 +15,7 @@ Without text there is neither H nor g. Then the loss of a layer is its relative 
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +35,8 @@ from anybit.nn.tied import sharing_heads, tied_heads
 from anybit.planning.allocation import Allocation, Group, Option
 from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_weight
-from anybit.quantizers.calibration.block_runner import BlockRunner, find_blocks
+from anybit.quantizers.calibration.block_runner import BlockRunner
+from anybit.quantizers.calibration.blocks import find_blocks
 from anybit.quantizers.calibration.data import Calibration, Source
 from anybit.quantizers.calibration.gradients import each_gradient
 from anybit.quantizers.calibration.memory import on_device
@@ -305,7 +307,9 @@ def sensitivities(
         for index, block in enumerate(blocks):
             start = f"{prefix}.{index}."
             own = [n.removeprefix(start) for n in names if n.startswith(start)]
-            with on_device(block, runner.device):
+            with ExitStack() as at_work:
+                for one in blocks if runner.whole else [block]:
+                    at_work.enter_context(on_device(one, runner.device))
                 statistics = runner.collect(index, own, needs)
                 for patterns, readers in same_input(own, statistics).items():
                     layers = {start + name: linear_at(block, name) for name in readers}

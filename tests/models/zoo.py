@@ -81,6 +81,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
+    "inkling2_loop_text": {
+        "num_hidden_layers": 6, "n_layers_per_attn_res_block": 2, "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4, "loop_gate_rank": 16, "unpadded_vocab_size": VOCABULARY,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 3,
+    },
     "jamba": {
         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
         "expert_layer_offset": 1,

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,6 @@ from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 BATCH = {"cpu": 1024, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
 
 Batch = Mapping[str, Tensor]
-
-
-class Blocks(NamedTuple):
-    """A list of blocks that run one after the other.
-
-    name: of the list in the model. modules: the blocks. encoder: whose output they read, for the
-    decoder of an encoder-decoder.
-    """
-
-    name: str
-    modules: list[nn.Module]
-    encoder: nn.Module | None = None
 
 
 class BlockRunner:
@@ -57,6 +45,8 @@ class BlockRunner:
         # and which of them the next block gets. `rehearse` finds out.
         self.tails: dict[int, int | None] = {}
         self.carried: dict[int, frozenset[int]] = {}
+        # Of a model that must run whole: for each block, those with layers of it (`rehearse`).
+        self.whole: list[set[int]] = []
         real = (p.device for p in model.parameters() if not p.is_meta)  # blocks on disk are not
         home = next(real, torch.device("cpu"))
         offload = home.type == "cpu" and torch.cuda.is_available()
@@ -98,17 +88,38 @@ class BlockRunner:
         Raises:
             InvalidInput: An input holds NaN or inf, or padding in it cannot be told from tokens.
         """
-        names = list(names)
-        inside = index < len(self.blocks)
+        names, inside = list(names), index < len(self.blocks)
         parent = self.blocks[index] if inside else self.model
         every = max(1, sum(map(self._rows, range(len(self.batches)))) // SAMPLE)
-        observer = Observer(parent, inside, needs, every, weights or {})
+        for alone in (False, True):
+            observer = Observer(parent, inside, needs, every, weights or {}, alone)
+            if self._observe(observer, parent, index, names, dense):
+                break
+        for name, statistic in observer.seen.items():
+            if not statistic.finite():
+                raise InvalidInput(
+                    f"{f'block {index}: ' if inside else ''}{name}: its inputs hold NaN or inf on "
+                    "the calibration data; try the model in bfloat16 or float32, and look for NaN "
+                    "in the weights before this layer"
+                )
+        return {name: observer.of(name) for name in names}
+
+    def _observe(
+        self,
+        observer: Observer,
+        parent: nn.Module,
+        index: int,
+        names: list[str],
+        dense: "BlockRunner | None",
+    ) -> bool:
+        """Show an observer what layers get on all data; False if they cannot share statistics."""
         masks, runner = masks_of({}, False), self
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
                 observer.see(name, args[0], runner, masks, runner is not self)
-                if not inside and len(observer.source) == len(names) and name == names[-1]:
+                done = parent is self.model and len(observer.source) == len(names)
+                if done and name == names[-1] and not self.whole:
                     raise Done(args[0])
 
             return observe
@@ -127,17 +138,12 @@ class BlockRunner:
                         runner._call(index, batch)
                     observer.last = None
                 observer.beside.clear()
+                if not observer.sound():
+                    return False
         finally:
             for handle in handles:
                 handle.remove()
-        for name, statistic in observer.seen.items():
-            if not statistic.finite():
-                raise InvalidInput(
-                    f"{f'block {index}: ' if inside else ''}{name}: its inputs hold NaN or inf on "
-                    "the calibration data; try the model in bfloat16 or float32, and look for NaN "
-                    "in the weights before this layer"
-                )
-        return {name: observer.of(name) for name in names}
+        return True
 
     def output(self, index: int) -> Tensor:
         """The output of block `index` for the first sample (or batch), where it is computed."""
@@ -149,6 +155,8 @@ class BlockRunner:
 
     def advance(self, index: int, kv_scales: bool = False) -> None:
         """Run block `index` as it is now, and keep its outputs as the inputs of the next."""
+        if self.whole:
+            return
         cache = kv_recorder() if kv_scales else None
         for batch in range(len(self.batches)):
             self.hidden[batch] = self._call(index, batch, cache, advancing=True).to(self.home)
@@ -186,8 +194,8 @@ class BlockRunner:
     def _real_output(self, index: int, batch: int, samples: int | None = None) -> Tensor:
         out = self._call(index, batch, samples=samples)
         mask = self._masks(batch).own
-        if mask is not None and out.shape[:-1] == mask.shape:
-            return out[mask.to(out.device)]
+        if mask is not None and out.shape[1:-1] == mask.shape[1:] and not len(out) % len(mask):
+            return out[mask.repeat(len(out) // len(mask), 1).to(out.device)]
         return out
 
     def _call(
@@ -200,6 +208,8 @@ class BlockRunner:
     ) -> Tensor:
         """Run the model on a batch up to the end of block `index`; return its output, on `device`.
 
+        Of a model that runs whole, the outputs of all its calls, one after the other.
+
         samples: use only the first few of the batch. advancing: keep what the next block gets.
         """
         inputs, hidden, passed = self.batches[batch], self.hidden[batch], self.passed.get(batch, ())
@@ -210,14 +220,11 @@ class BlockRunner:
                 lambda x: x[:samples] if x.ndim and len(x) == size else x,
             )
 
+        if self.whole:
+            return self._run_whole(index, inputs, (batch, samples))
+
         def real(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if self.device != self.home:
-                args, kwargs = to_each((args, kwargs), lambda x: x.to(self.device))
-            beside = (args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"})
-            tensors = [x for x in tree_leaves(beside) if isinstance(x, Tensor) and x.numel()]
-            self.context = {x.untyped_storage().data_ptr() for x in tensors}
-            forward = self.copies.get(at, forward)
-            output, tail = parted(forward(*args, **kwargs))
+            output, tail = parted(self._run_block(at, forward, args, kwargs))
             self.tails[at] = None if tail is None else len(tail)
             if advancing:
                 chosen = self.carried.get(at, frozenset())
@@ -228,6 +235,36 @@ class BlockRunner:
         self.context = set()
         found = self.run_one(index, inputs, hidden, passed, real, (batch, samples), cache)
         return torch.empty(0) if found is None else found
+
+    def _run_block(self, at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What block `at`, or its copy, returns on `device`; notes what it reads."""
+        if self.device != self.home:
+            args, kwargs = to_each((args, kwargs), lambda x: x.to(self.device))
+        beside = (args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"})
+        tensors = [x for x in tree_leaves(beside) if isinstance(x, Tensor) and x.numel()]
+        self.context = {x.untyped_storage().data_ptr() for x in tensors}
+        return self.copies.get(at, forward)(*args, **kwargs)
+
+    def _run_whole(self, index: int, inputs: Batch, key: Any) -> Tensor:
+        """Run the model on a batch.
+
+        Returns:
+            What block `index`, and those that have a layer of it, returned in all calls, as one.
+        """
+        found: list[Tensor] = []
+        inside = index < len(self.blocks)
+
+        def each(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            out = self._run_block(at, forward, args, kwargs)
+            if inside and at in self.whole[index]:
+                found.append(parted(out)[0])
+            return to_each(out, lambda x: x.to(self.home))
+
+        wanted = inspect.signature(self.model.forward).parameters
+        fewer = {"logits_to_keep": 1} if inside and "logits_to_keep" in wanted else {}
+        self.context = set()
+        self.run_all(inputs, each, key if inside else None, **fewer)
+        return torch.cat(found) if found else torch.empty(0)
 
     def run_one(
         self,
@@ -361,81 +398,9 @@ def batches_of(ids: Tensor, samples: int) -> list[Batch]:
     return [{"input_ids": part} for part in ids.split(samples)]
 
 
-def find_blocks(model: nn.Module, names: list[str]) -> tuple[str, list[nn.Module]]:
-    """The decoder's blocks: the outermost ModuleList that holds most of the named layers.
-
-    Of a model with several parts (vision, audio) it is one of the part for text.
-
-    Args:
-        model: A decoder.
-        names: Layers to be quantized.
-
-    Returns:
-        The list's name in the model, and the blocks.
-
-    Raises:
-        InvalidInput: No ModuleList holds any of the layers.
-    """
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
-    held = {n: sum(name.startswith(f"{n}.") for name in names) for n in lists}
-    held = {n: count for n, count in held.items() if count}
-    if not held:
-        found = ", ".join(lists) or "none"
-        raise InvalidInput(
-            f"{type(model).__name__}: looked for a torch.nn.ModuleList of decoder blocks that "
-            f"holds {', '.join(names[:3])}; the ModuleLists of the model are: {found}. Quantize "
-            "without calibration (RTN, Clip, HQQ), or name layers inside the blocks"
-        )
-    text = [n for n in held if is_of_text(model, n)]
-    best = max(text or held, key=lambda n: (held[n], -n.count(".")))
-    return best, list(lists[best])
-
-
-def is_of_text(model: Any, name: str) -> bool:
-    """Whether the innermost model around a module is configured as the part for text is."""
-    try:
-        text = type(model.config.get_text_config(decoder=True))
-    except (AttributeError, ValueError):  # no model of transformers, or several parts are for text
-        return True
-    parts = name.split(".")
-    above = (model.get_submodule(".".join(parts[:end])) for end in reversed(range(len(parts))))
-    return isinstance(next(m.config for m in above if hasattr(m, "config")), text)
-
-
 def to_each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Nested arguments with a function of each tensor in its place."""
     return tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
-
-
-def block_lists(model: nn.Module, names: list[str]) -> list[Blocks]:
-    """The lists of blocks that hold the named layers, in the order of the forward pass.
-
-    Args:
-        model: A decoder, an encoder, or one of both.
-        names: Layers to be quantized.
-
-    Returns:
-        One list, or the encoder's and the decoder's of an encoder-decoder.
-
-    Raises:
-        InvalidInput: As `find_blocks` does.
-    """
-    config: Any = getattr(model, "config", None)
-    encoder = model.get_encoder() if getattr(config, "is_encoder_decoder", False) else None  # type: ignore[operator]
-    name = next((n for n, m in model.named_modules() if m is encoder), "")
-    own = [n for n in names if name and n.startswith(f"{name}.")]
-    if not own:
-        return [Blocks(*find_blocks(model, names))]
-    out = [Blocks(*find_blocks(model, own))]
-    rest = [n for n in names if n not in set(own)]
-    if any(isinstance(m, nn.ModuleList) and n and holds(n, rest) for n, m in model.named_modules()):
-        out.append(Blocks(*find_blocks(model, rest), encoder))
-    return out
-
-
-def holds(name: str, layers: Iterable[str]) -> bool:
-    """Whether any of the layers is below the module of this name."""
-    return any(layer.startswith(f"{name}.") for layer in layers)
 
 
 def kv_recorder() -> Any:

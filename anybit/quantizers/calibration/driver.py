@@ -7,6 +7,7 @@ once, quantized, to make the inputs of the next.
 
 import copy
 import json
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,10 +24,17 @@ from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 from anybit.nn.experts import of_all_experts
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import linear_at, quantized_modules, restored_on_error, weight_of
+from anybit.nn.model import (
+    linear_at,
+    quantized_modules,
+    restored_on_error,
+    under_all_names,
+    weight_of,
+)
 from anybit.progress import progress
 from anybit.quantizers.base import Block, Quantizer, quantize_layers
-from anybit.quantizers.calibration.block_runner import BlockRunner, Blocks, block_lists
+from anybit.quantizers.calibration.block_runner import BlockRunner
+from anybit.quantizers.calibration.blocks import Blocks, block_lists
 from anybit.quantizers.calibration.data import Calibration
 from anybit.quantizers.calibration.gradients import Gradients, output_gradients, refuse_gradients
 from anybit.quantizers.calibration.memory import forget_dtypes, on_device, trim_memory
@@ -36,6 +44,7 @@ from anybit.quantizers.calibration.statistics import Statistics
 from anybit.quantizers.calibration.stored_blocks import StoredBlocks
 from anybit.quantizers.columns import recordings
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 NONE: Mapping[str, Gradients] = MappingProxyType({})
 
@@ -91,24 +100,34 @@ def calibrate(
     few: dict[str, int] = {}
     done = 0  # blocks
 
+    resident: set[str] = set()
+
     @contextmanager
     def at_work(found: Blocks, device: torch.device, index: int) -> Iterator[None]:
         """Inside, a block has its weights, on a device."""
+        if found.name in resident:
+            yield
+            return
         block = found.modules[index]
         loaded = stored.loaded(block, f"{found.name}.{index}.") if stored else nullcontext()
         with loaded, on_device(block, device):
             yield
 
-    with restored_on_error(model), recordings(), torch.no_grad():
+    with restored_on_error(model), recordings(), torch.no_grad(), ExitStack() as all_at_work:
         model.eval()
         runners = [BlockRunner(model, found.modules, data, found.encoder) for found in lists]
         for found, runner in zip(lists, runners, strict=True):
             rehearse(runner, partial(at_work, found, runner.device))
+            if runner.whole:
+                refuse_whole(model, quantizer, calibration)
+                for index in range(len(found.modules)):
+                    all_at_work.enter_context(at_work(found, runner.device, index))
+                resident.add(found.name)
         beside = [dense_runner(runner, data, quantizer) for runner in runners]
         gradients = dict[str, Gradients]()
         if "gradients" in quantizer.needs and isinstance(data, Tensor):
             names = unfinished(schemes, lists[0], finished)
-            with all_loaded(lists[0], stored if names else None):
+            with all_loaded(lists[0], stored if names and not resident else None):
                 gradients = output_gradients(model, names, data) if names else {}
         with progress("calibrating", sum(weights.values())) as step:
             for found, runner, dense in zip(lists, runners, beside, strict=True):
@@ -120,9 +139,10 @@ def calibrate(
                             dense.advance(index)
                         if not finished.restore(done, block, own, start) and own:
                             given = inside(gradients, start)
-                            few |= quantize_block(
-                                block, own, quantizer, runner, index, start, dense, given
-                            )
+                            with under_all_names(model) if runner.whole else nullcontext():
+                                few |= quantize_block(
+                                    block, own, quantizer, runner, index, start, dense, given
+                                )
                         runner.advance(index, calibration.kv_scales)
                         finished.save(done, block, start)
                     done += 1
@@ -159,6 +179,20 @@ def check_model(
         )
     if "gradients" in quantizer.needs:
         refuse_gradients(model, data, several)
+
+
+def refuse_whole(model: nn.Module, quantizer: Quantizer, calibration: Calibration) -> None:
+    """Raise InvalidInput for what needs blocks that run one at a time, and once; or log it."""
+    kind, wanted = type(model).__name__, {"kv_scales": calibration.kv_scales}
+    wanted["follow"] = "drift" in quantizer.needs
+    if found := [name for name, given in wanted.items() if given]:
+        raise InvalidInput(
+            f"{found[0]} needs blocks that run once and in turn, and {kind} runs whole (blocks "
+            "several times, or with more than the results of the one before); leave it out"
+        )
+    log.warning(
+        "%s does not run block by block: all of it is in memory, and runs once for each block", kind
+    )
 
 
 def words_on(few: Mapping[str, int]) -> str:

@@ -43,7 +43,8 @@ class Gradients(NamedTuple):
             diagonal, the last one with zeros after the last output; a smaller one for a smaller
             layer, of a multiple of 16.
         weights: |g|^2 of each token over its mean, (T,), summed over layers that read one input,
-            and at most 20; empty for experts, which do not see all tokens.
+            and at most 20; empty for experts, which do not see all tokens, and for layers that are
+            used several times.
     """
 
     moments: Tensor
@@ -91,8 +92,9 @@ def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dic
         if name not in found:
             found[name] = moments(torch.zeros(1, linear_at(model, name).out_features))
     sums: dict[str, Tensor] = {}
-    for name, parts in squares.items():
-        sums[first[name]] = sums.get(first[name], 0) + torch.cat(parts)
+    once = {name for name, parts in squares.items() if sum(map(len, parts)) == ids.numel()}
+    for name in once:
+        sums[first[name]] = sums.get(first[name], 0) + torch.cat(squares[name])
     none = torch.empty(0)
     weights = {
         name: weights_of(total, ids.numel())
@@ -100,7 +102,8 @@ def output_gradients(model: nn.Module, names: Sequence[str], ids: Tensor) -> dic
         if name == of_all_experts(name)  # the quantized model sends experts other tokens
     }
     return {
-        name: Gradients(m, weights.get(first.get(name, name), none)) for name, m in found.items()
+        name: Gradients(m, weights.get(first[name], none) if name in once else none)
+        for name, m in found.items()
     }
 
 

@@ -1,5 +1,6 @@
 """Statistics of what layers are given while a block runs."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ class Observer:
         needs: Names of the fields of `Statistics` to collect.
         every: A sample has one row of so many.
         weights: How much each token counts, by layer (T,); 1 for other layers.
+        alone: Each layer has statistics of its own, since layers share some inputs and not others.
     """
 
     def __init__(
@@ -32,11 +34,14 @@ class Observer:
         needs: tuple[str, ...],
         every: int,
         weights: Mapping[str, Tensor],
+        alone: bool,
     ):
         self.inside, self.needs, self.every, self.weights = inside, needs, every, weights
+        self.alone, self.mixed = alone, False
         self.experts = tuple(f"{n}." for n, m in parent.named_modules() if isinstance(m, Experts))
         self.seen: dict[str, Statistics] = {}
         self.source: dict[str, str] = {}  # the layer that was first to see this layer's input
+        self.calls = Counter[str]()
         self.last: tuple[str, Tensor] | None = None  # an input, and the first layer that saw it
         self.beside: dict[str, Tensor] = {}  # rows of this batch in the dense model
 
@@ -44,7 +49,10 @@ class Observer:
         """Add a layer's input, of a batch with these masks; dense: in the dense model."""
         if self.last is None or self.last[1] is not x:
             self.last = name, x
-        if self.source.setdefault(name, self.last[0]) != name:
+        self.calls[name] += 1
+        source = name if self.alone else self.last[0]
+        self.mixed |= self.source.setdefault(name, source) != source
+        if source != name:
             return
         rows = self.rows(name, x, runner, masks)
         if dense:
@@ -57,6 +65,11 @@ class Observer:
         # The same tokens, except in experts.
         alike = None if name.startswith(self.experts) else self.beside.get(name)
         one.add(rows, self.needs, self.every, alike, counts)
+
+    def sound(self) -> bool:
+        """Whether layers that share an object got the same tensor in every call."""
+        calls, sources = self.calls, self.source.items()
+        return not self.mixed and all(calls[name] == calls[source] for name, source in sources)
 
     def rows(self, name: str, x: Tensor, runner: "BlockRunner", masks: Masks) -> Tensor:
         """The rows of an input that are of tokens, and not of padding."""

@@ -1,12 +1,12 @@
 """Before any work: do blocks that run one at a time get what they get in the whole model?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from anybit.errors import InvalidInput
@@ -29,17 +29,18 @@ class Call:
 def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManager[None]]) -> None:
     """Run the model on a short sample, whole and block by block; compare the blocks' arguments.
 
-    Calibration quantizes a model for what its blocks get when they run one at a time. That is
-    another thing when layers lie between the blocks, when a block runs twice, or when blocks hand
-    each other more than their results. What they pass on beside the hidden states is noted in
-    the runner.
+    That is another thing when layers lie between the blocks, when a block runs several times, or
+    when blocks hand each other more than their results or have a layer in common: the runner is
+    told to run the model whole, once for each block. What blocks pass on beside the hidden states
+    is noted in it, too.
 
     Args:
         runner: At its start.
         at_work: Inside `at_work(index)` a block has its weights, on the runner's device.
 
     Raises:
-        InvalidInput: The model does not run on what it is given, or not block by block.
+        InvalidInput: The model does not run on what it is given, or not all of its blocks, or a
+            block computes something else when it runs again.
     """
     kind, sample = type(runner.model).__name__, runner.batches[0]
     if runner.tokens:  # other inputs cannot be cut without knowing what they are
@@ -71,21 +72,36 @@ def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManage
 
     runner.run_all(sample, watch)
     order = [call.index for call in calls]
-    if order != list(range(len(runner.blocks))):
+    if {*order} != {*range(len(runner.blocks))}:
         raise InvalidInput(
             f"{kind} runs its {len(runner.blocks)} blocks in the order {order} on {runner.given}, "
-            "not each of them once and in turn; quantize it without calibration data"
+            "not all of them; quantize it without calibration data"
         )
+    related = having_layers_of(runner.blocks)
+    apart = order == [*range(len(order))] and all(len(others) == 1 for others in related)
+    runner.whole = [] if apart and runs_in_parts(runner, calls, sample) else related
+    runner.forget()
+
+
+def having_layers_of(blocks: list[nn.Module]) -> list[set[int]]:
+    """For each block, itself and others that have a module with parameters in common with it."""
+    owners: dict[nn.Module, set[int]] = {}
+    for at, block in enumerate(blocks):
+        for module in block.modules():
+            if module._parameters:
+                owners.setdefault(module, set()).add(at)
+    return [{at}.union(*(own for own in owners.values() if at in own)) for at in range(len(blocks))]
+
+
+def runs_in_parts(runner: BlockRunner, calls: list[Call], sample: Mapping[str, Tensor]) -> bool:
+    """Whether each block gets the same, if it runs alone on the results of the one before it."""
     hidden, passed = None, ()
     for call in calls:
         given = runner.run_one(call.index, sample, hidden, passed, take, "sample")
         if not same(given, call.given):
-            raise InvalidInput(
-                f"{kind} does not run block by block: block {call.index} depends on more than the "
-                "results of the one before it; quantize it without calibration data"
-            )
+            return False
         hidden, passed = call.hidden, call.tail or ()
-    runner.forget()
+    return True
 
 
 def take(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
