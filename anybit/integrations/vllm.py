@@ -36,6 +36,7 @@ from anybit.checkpoint.places import missing, saved_names
 from anybit.core.packed import is_codes
 from anybit.engine.weights import plan_text
 from anybit.errors import InvalidInput, Unsupported
+from anybit.files.directory import stated_quantization
 from anybit.files.safetensors import Stored as StoredTensor
 from anybit.integrations.vllm_foreign import Source, directory_of, in_files, planned
 from anybit.integrations.vllm_names import block_and_last, merged_in, renamed, transformers_class
@@ -149,6 +150,10 @@ class AnybitConfig(QuantizationConfig):
         from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
         self.checkpoint = model_name, revision
+        saved = get_hf_file_to_dict("config.json", model_name, revision) or {}
+        if self.formats is None:  # which a file of its own may say, where vLLM reads config.json
+            described = directory_of(model_name, revision, ["*.json"])
+            self.foreign |= stated_quantization(described, saved) is not None
         if self.foreign:
             directory = directory_of(model_name, revision)
             work = planned(directory)
@@ -161,7 +166,6 @@ class AnybitConfig(QuantizationConfig):
         self._override(getattr(hf_config, OVERRIDE, None), model_name)
         stored = get_safetensors_params_metadata(model_name, revision=revision)
         shapes = {n: tuple(entry["shape"]) for n, entry in stored.items() if "shape" in entry}
-        saved = get_hf_file_to_dict("config.json", model_name, revision) or {}
         self._survey(shapes, hf_config, model_name, saved.get("architectures"))
 
     def _override(self, given: Any, model_name: str) -> None:

@@ -4,7 +4,7 @@ vLLM hands over one tensor after the other. The first one of a layer brings all 
 has, read from the files in its place; the layer's other tensors are ignored.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +19,15 @@ from anybit.errors import Unsupported
 from anybit.files.safetensors import Stored, stored_tensors
 
 
-def directory_of(model_name: str, revision: str | None) -> Path:
-    """A model's files on this machine, downloaded if need be."""
+def directory_of(
+    model_name: str, revision: str | None, wanted: Sequence[str] = ("*.safetensors", "*.json")
+) -> Path:
+    """A model's files on this machine, those that are wanted downloaded if need be."""
     if Path(model_name).is_dir():
         return Path(model_name)
-    wanted = ["*.safetensors", "*.json"]
-    found = huggingface_hub.snapshot_download(model_name, revision=revision, allow_patterns=wanted)
+    found = huggingface_hub.snapshot_download(
+        model_name, revision=revision, allow_patterns=list(wanted)
+    )
     return Path(found)
 
 

@@ -40,7 +40,7 @@ def test_checkpoint(name, tmp_path):
     convert_checkpoint(source, tmp_path / "out")
     wanted = by_transformers(tmp_path / "out", PROMPTS)
     options = {"skip_tokenizer_init": True, "quantization": "anybit"}
-    refused = {"bnb": r"names like .*\.weight\..*; make a checkpoint"}
+    refused = dict.fromkeys(("bnb", "quanto"), r"names like .*\.weight\..*; make a checkpoint")
     refused |= dict.fromkeys(("gemma", "mlx"), "embed_tokens: another tool has quantized the emb")
     if said := refused.get(name.partition("_")[0]):
         with pytest.raises(Unsupported, match=said):
