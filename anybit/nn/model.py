@@ -25,6 +25,7 @@ from anybit.nn.tied import (
     check_ties,
     layer_of,
     output_embeddings,
+    task_heads,
     tie_again,
     tied_heads,
     tied_layers,
@@ -165,7 +166,7 @@ def outline_of(model: nn.Module) -> Outline:
     return Outline(
         dense_layers(model),
         embedding_layers(model),
-        output_embeddings(model),
+        output_embeddings(model) | task_heads(model),
         tied,
         gates(model),
         getattr(model, "config", None),

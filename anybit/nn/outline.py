@@ -23,7 +23,7 @@ class Outline:
     Attributes:
         layers: Shapes (N, K) of dense linear layers, experts one by one.
         words: Of the embeddings that can be quantized.
-        heads: Output embeddings.
+        heads: Output embeddings, or what a model has for a task in their place.
         tied: Layers that have an embedding's weight -> that embedding.
         gates: Layers that make decays or choose experts.
         config: transformers' configuration, if there is one.
@@ -51,11 +51,11 @@ class Outline:
     def full_plan(self, spec: Spec | Plan) -> dict[str, str | None]:
         """The plan that a spec stands for, with the layers that "*" does not mean.
 
-        These are the output embeddings under whatever name, all layers that share the weight of an
-        embedding, those that make decays or choose experts, and layers with fewer than `TINY`
-        inputs or outputs. A head gets the format of the embedding that it is tied to, unless a
-        pattern names the head, too. Weights that are no linear layers, but look like it, are
-        logged.
+        These are the output embeddings under whatever name, the heads of classifiers and other
+        tasks, all layers that share the weight of an embedding, those that make decays or choose
+        experts, and layers with fewer than `TINY` inputs or outputs. A head gets the format of the
+        embedding that it is tied to, unless a pattern names the head, too. Weights that are no
+        linear layers, but look like it, are logged.
 
         Args:
             spec: As in `quantize_`.

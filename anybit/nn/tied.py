@@ -21,6 +21,23 @@ def output_embeddings(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if module in heads}
 
 
+def task_heads(model: nn.Module) -> set[str]:
+    """Linear layers behind the base of a transformers model without output embeddings.
+
+    They classify, score, or find answers. Of a model whose base has no known place, those of its
+    own layers that have an output for each label.
+    """
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    if labels is None or output_embeddings(model):
+        return set()
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if isinstance(base, nn.Module):
+        inside = f"{model.base_model_prefix}."
+        return {name for name in linears if not name.startswith(inside)}
+    return {name for name, m in linears.items() if "." not in name and m.out_features == labels}
+
+
 def tied_heads(model: nn.Module) -> dict[str, str]:
     """Layers whose weight is an embedding's as well -> that embedding."""
     embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}

@@ -1,0 +1,57 @@
+"""Heads that classify, score or find answers stay unquantized, unless a pattern names them."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import anybit
+from anybit.nn.model import quantized_modules
+
+TEXT = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 64, "num_labels": 32, "pad_token_id": 0,
+}  # fmt: skip
+SPEECH = TEXT | {
+    "conv_dim": [32], "conv_stride": [5], "conv_kernel": [5], "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+PICTURE = TEXT | {"image_size": 16, "patch_size": 8}
+CASES = [
+    ("BertForSequenceClassification", TEXT, {"classifier"}),
+    ("BertForQuestionAnswering", TEXT, {"qa_outputs"}),
+    ("LlamaForSequenceClassification", TEXT, {"score"}),
+    ("Qwen2ForTokenClassification", TEXT, {"score"}),
+    ("RobertaForSequenceClassification", TEXT, {"classifier.dense", "classifier.out_proj"}),
+    ("ViTForImageClassification", PICTURE, {"classifier"}),
+    ("CLIPForImageClassification", {"vision_config": PICTURE, "num_labels": 32}, {"classifier"}),
+    ("Wav2Vec2ForSequenceClassification", SPEECH, {"projector", "classifier"}),
+]
+
+
+def made(architecture: str, fields: dict[str, Any]) -> nn.Module:
+    kind = getattr(transformers, architecture)
+    model: nn.Module = kind(kind.config_class(**fields)).eval()
+    return model
+
+
+@pytest.mark.parametrize(("architecture", "fields", "heads"), CASES)
+def test_heads_stay(architecture: str, fields: dict[str, Any], heads: set[str]) -> None:
+    model = made(architecture, fields)
+    linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    anybit.quantize_(model, "int8")
+    coded = {name for name, _ in quantized_modules(model)}
+    assert coded
+    assert coded == linears - heads
+
+
+def test_a_pattern_takes_one(tmp_path: Any) -> None:
+    model = made("BertForSequenceClassification", TEXT)
+    anybit.quantize_(model, {"*": "int8", "classifier": "int8"})
+    assert "classifier" in dict(quantized_modules(model))
+    model.save_pretrained(tmp_path)
+    again = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    tokens = torch.arange(1, 9)[None]
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
