@@ -1,11 +1,13 @@
 """What stands behind the keywords of JSON Schema: values of a wrong kind, by keyword and value."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from anybit.errors import InvalidInput
 
+OLD = re.compile("draft-0[0-3]")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -46,9 +48,13 @@ def are_names(value: Any) -> bool:
 
 
 TEXT = Kind("a string", lambda value: isinstance(value, str))
-COUNT = Kind("a whole number, without a point", is_count)
+COUNT = Kind("a whole number of 0 to 2**53", is_count)
 NUMBER = Kind("a number", is_number)
 BOUND = Kind("a number", lambda value: is_number(value) or isinstance(value, bool))  # draft 4
+DRAFT = Kind(
+    "the name of draft 4 or of a later one",  # others have keywords that later ones ignore
+    lambda value: isinstance(value, str) and not OLD.search(value),
+)
 SCHEMA = Kind("a schema (an object, true or false)", is_schema, lambda value: [value])
 SCHEMAS = Kind("a list of schemas", are_schemas, list)
 ITEMS = Kind(
@@ -62,6 +68,7 @@ NAMED = Kind(
     lambda value: [*value.values()],
 )
 KINDS = {
+    "$schema": DRAFT,
     "type": Kind(f"one of {', '.join(TYPES)}, or a list of them", are_types),  # names: llguidance
     "required": Kind("a list of strings", are_names),
     "enum": Kind("a list", lambda value: isinstance(value, list)),

@@ -79,6 +79,7 @@ PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
 OPTIONS = 500  # of oneOf, of which each two are compared
 STEPS = 100_000  # parts that are merged, counted for each merger
 MERGED = 100_000  # characters of the names that all objects which are merged get
+LOCAL = re.compile(r'"\$ref": "#["/]')
 INT64 = 2**63
 LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
 
@@ -99,7 +100,8 @@ def json_rule(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise InvalidInput(f"the JSON schema is {schema!r:.100}; give an object")
     try:
-        schema = json.loads(json.dumps(schema))  # of tuples and numbers of other libraries, too
+        # Of tuples and numbers of other libraries, too.
+        schema = json.loads(json.dumps(schema), parse_float=number)
         check_keywords(schema, partial(target, root=schema))
         text = json.dumps(Rewriter(schema).whole(), allow_nan=False)
     except InvalidInput:
@@ -109,6 +111,12 @@ def json_rule(schema: Any) -> str:
     except (TypeError, ValueError) as error:  # a set, NaN, or an integer of thousands of digits
         raise InvalidInput(f"the JSON schema is not JSON: {error}") from None
     return f"%json {text}"
+
+
+def number(text: str) -> int | float:
+    """A number with a point or an exponent, as an integer if it is one that doubles tell apart."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 class Rewriter:
@@ -151,6 +159,8 @@ class Rewriter:
             return [self.schema(item) for item in schema]
         if not isinstance(schema, dict):
             return schema
+        if schema is not self.root:
+            self.check_base(schema)
         out: dict[str, Any] = {}
         for key, value in schema.items():
             if key in NOTES or (key == "uniqueItems" and isinstance(value, bool)):
@@ -182,6 +192,16 @@ class Rewriter:
         if names and out.get("additionalProperties") is not False:
             self.open.append((schema, out))
         return out
+
+    def check_base(self, schema: dict[str, Any]) -> None:
+        """Refuse references of a part with a name of its own: `#` is that part for them."""
+        key = "id" if "draft-04" in str(self.root.get("$schema")) else "$id"
+        name = schema.get(key)
+        if isinstance(name, str) and name[:1] != "#" and LOCAL.search(json.dumps(schema)):
+            raise InvalidInput(
+                f"the JSON schema: {key} {name!r:.100} has references (#) into a part of the "
+                f"schema instead of the whole; leave out that {key}"
+            )
 
     def depth(self, schema: Any) -> int:
         """How many schemas that say what its parts may be a value may have to fit; 2: or more."""

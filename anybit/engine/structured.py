@@ -39,6 +39,7 @@ MASK, BESIDE = 5e-3, 64
 QUICK, TEXTS, THREADS = 0.01, 4, min(16, cores())
 LANES = 2 * THREADS
 GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 ADVICE = {  # what users can do about errors that name llguidance's own options
     "oneOf constraints are not supported": (
         "its oneOf has options that may overlap; use anyOf, or give each option, an object, a "
@@ -315,6 +316,8 @@ def check(found: Compiled) -> None:
     """InvalidInput for a grammar that is refused."""
     if found.error:
         advice = "; ".join(say for sign, say in ADVICE.items() if sign in found.error)
+        if keys := KEYS.search(found.error):
+            advice = f"its schema has {keys[1]}, which cannot be enforced; leave that out"
         raise InvalidInput(f"the grammar is not taken: {advice or found.error}")
 
 

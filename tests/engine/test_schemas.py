@@ -249,7 +249,11 @@ def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
         ({"type": [["string"]]}, r'type is \[\["string"\]\], not one of'),
         ({"enum": "a"}, 'enum is "a", not a list'),
         ({"anyOf": [3]}, r"anyOf is \[3\], not a list of schemas"),
-        ({"minLength": -1}, "minLength is -1, not a whole number, without a point"),
+        ({"minLength": -1}, "minLength is -1, not a whole number of 0 to"),
+        ({"maxItems": 2.5}, "maxItems is 2.5, not a whole number of 0 to"),
+        ({"maxItems": 1e20}, "maxItems is 1e.20, not a whole number of 0 to"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "[$]schema is .* of draft 4 or"),
+        ({"$id": "a", "anyOf": [{"$ref": "#/x"}, {}]}, "[$]id 'a' has references"),
         ({"maximum": True}, "maximum is true, not a number"),
         ({"$ref": ["#"]}, r'\$ref is \["#"\], not a string'),
         ({"$ref": "#/x/y", "x": {"y": {"pattern": 3}}}, "pattern is 3, not a string"),
@@ -258,6 +262,21 @@ def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
 def test_a_wrong_value_is_named_with_its_keyword(schema: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=f"^the JSON schema: {said}"):
         json_rule({"type": "array", "items": schema} if "$ref" not in schema else schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "minLength": 3.0}, '"abc"', '"ab"'),
+        ({"type": "array", "maxItems": 2.0}, "[1,2]", "[1,2,3]"),
+        ({"type": "object", "minProperties": 1.0, "maxProperties": 1e0}, '{"a":1}', "{}"),
+        ('{"type": "string", "maxLength": 20e-1}', '"ab"', '"abc"'),
+        ({"type": "integer", "multipleOf": 2.0, "minimum": 1.0}, "2", "1"),
+    ],
+)
+def test_a_whole_number_may_have_a_point(takes: Takes, schema: Any, right: str, wrong: str) -> None:
+    assert takes(schema, right)
+    assert not takes(schema, wrong)
 
 
 def test_any_value_behind_any_keyword_is_taken_or_named() -> None:
