@@ -85,10 +85,11 @@ def serve(
         choose("--tool-parser", tool_parser, ("none", *FAMILIES))
         started = stack.enter_context(FrontEnds(listener, front_ends or front_end_count()))
         with importing():
-            import anybit.engine.llm  # noqa: F401  meanwhile front ends find what they lack
+            from anybit.engine.llm import Served  # meanwhile front ends find what they lack
         START.done("imports")
         started.check()
-        llm = load(model, engine, "Served")
+        say(f"loading {model}")
+        llm = Served(model, **engine)
         if template is not None:
             if llm.tokenizer is None:
                 raise InvalidInput("--chat-template: the model directory has no tokenizer")
@@ -215,7 +216,10 @@ def chat(
     from anybit.engine.sequence import SamplingParams
     from anybit.serve.chat import talk
 
-    llm = load(model, engine | {"max_running": 1, "max_itl": None})
+    say(f"loading {model}")
+    with importing():
+        from anybit.engine.llm import LLM
+    llm = LLM(model, **engine | {"max_running": 1, "max_itl": None})
     talk(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature), system)
 
 
@@ -268,13 +272,3 @@ def bench_serve(
         each_rate = numbers(rate, "--rate", "requests a second")
         loads = [Load(*lengths, each, seconds) for each in each_rate]
     run(url, loads, largest_token, api_key, typer.echo, json, plot)
-
-
-def load(model: Path, options: dict[str, Any], kind: str = "LLM") -> "LLM":
-    """The model with options of `LLM`, which says what is wrong with them. kind: of `LLM`."""
-    say(f"loading {model}")
-    with importing():
-        from anybit.engine import llm
-
-    made: LLM = getattr(llm, kind)(model, **options)
-    return made
