@@ -114,6 +114,7 @@ def write(
     tokens: int = 0,
     parts: int = 0,
     arch: str = "",
+    head: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a model, and make its weights those of the file.
 
@@ -126,23 +127,34 @@ def write(
         tokens: Of a vocabulary of single characters.
         parts: Tensors in a file; 0: one file holds all.
         arch: ggml's, where MODELS does not say it.
+        head: Tensors of a head for further tokens, as transformers' checkpoints name them; they
+            change, too.
     """
     config = model.config
     arch = arch or MODELS[config.model_type][0]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=parts)
-    for key, value in (keys(config, arch) | dict(metadata or {})).items():
+    own = keys(config, arch) | dict(metadata or {})
+    if head:  # whose layer is like the last
+        own = {k: [*v, v[-1]] if isinstance(v, list) and "sections" not in k else v
+               for k, v in own.items()}  # fmt: skip
+        own |= {"block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    for key, value in own.items():
         found = gguf.GGUFValueType.get_type(value)
         found = gguf.GGUFValueType.UINT32 if found == gguf.GGUFValueType.INT32 else found
         writer.add_key_value(f"{arch}.{key}", value, found)
     if tokens:
         vocabulary(writer, tokens)
     number = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers + bool(head))
     how = hybrid if arch in ARCHITECTURES else plain
-    for name, parameter in model.state_dict().items():
+    beside = {behind(n, config.num_hidden_layers): t for n, t in (head or {}).items()}
+    for name, parameter in (model.state_dict() | beside).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for theirs, file, put in how(name, parameter, table, config, arch):
+        filed = how(name, parameter, table, config, arch)
+        if ".nextn." in name:
+            filed = beside_layer(name, parameter, arch)
+        for theirs, file, put in filed:
             kind = next((k for p, k in kinds.items() if re.search(p, theirs)), "F32")
             kind = kind if file.dim() > 1 and "_inp" not in theirs else "F32"
             data, weight = quantized(file.flatten(0, -2) if file.dim() > 2 else file, kind)
@@ -157,6 +169,26 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+NEXT = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head_norm", "shared_head.norm": "shared_head_norm",
+        "shared_head.head": "shared_head_head", "embed_tokens": "embed_tokens"}  # fmt: skip
+NEXT |= {name: name for name in ("eh_proj", "enorm", "hnorm")}
+
+
+def behind(name: str, layers: int) -> str:
+    """A head's tensor as llama.cpp's converter names it: in the layer behind the last."""
+    at = f"model.layers.{layers}."
+    name = name.replace("mtp.layers.0.", at).replace("mtp.", at)
+    short = name.removeprefix(at).removesuffix(".weight")
+    return f"blk.{layers}.nextn.{NEXT[short]}.weight" if short in NEXT else name
+
+
+def beside_layer(name: str, parameter: Tensor, arch: str) -> Iterator[Filed]:
+    """What a head for further tokens has beside its layer; converters add 1 to Qwen's norms."""
+    norm = name.endswith("norm.weight") and arch.startswith("qwen3")
+    yield name, parameter + 1 if norm else parameter, parameter.copy_
 
 
 def plain(name: str, parameter: Tensor, table: Any, config: Any, arch: str) -> Iterator[Filed]:

@@ -319,17 +319,6 @@ def test_keys_that_change_a_model_are_not_passed_over(tmp_path: Path) -> None:
         convert_checkpoint(tmp_path / "model.gguf", tmp_path / "out")
 
 
-def test_a_head_for_further_tokens_is_left_out_and_named(tmp_path: Path) -> None:
-    model = tiny("glm4_moe")
-    more = {"block_count": model.config.num_hidden_layers + 1, "nextn_predict_layers": 1}
-    name = "blk.2.nextn.eh_proj.weight"
-    extra = {name: np.ones((256, 512), np.float32)}
-    write(model, tmp_path / "a.gguf", {"ffn_down": "Q8_0"}, more, extra)
-    report = convert_checkpoint(tmp_path / "a.gguf", tmp_path / "out")
-    assert [*report.dropped] == [name]
-    assert f"1 tensors dropped, such as {name}: a head for further tokens" in str(report)
-
-
 def test_tensors_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
     extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
     write(tiny("llama"), tmp_path / "model.gguf", {}, extra=extra)

@@ -19,6 +19,7 @@ from anybit.checkpoint.foreign.gguf_families import (
     GEMMA3_LOCAL_BASE,
     GEMMA3_PERIOD,
     GEMMA_27B,
+    HEADED,
     PARTLY,
     SIGMOID,
     SIGMOIDS,
@@ -68,6 +69,8 @@ def config_of(contents: Contents) -> dict[str, Any]:
         config |= settings(own, family)
     if family.arch in SIGMOIDS:
         sigmoids(own)
+    if family.arch in HEADED and (heads := own.number("nextn_predict_layers", 0)):
+        config[HEADED[family.arch]] = heads
     if family.arch == "glm4moe":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in contents.tensors
     if family.arch == "deepseek2":

@@ -22,7 +22,8 @@ from anybit.checkpoint.foreign.gguf_config import metadata_of
 from anybit.checkpoint.foreign.gguf_families import FAMILIES, Family
 from anybit.checkpoint.foreign.gguf_file import block_sizes, read_model
 from anybit.checkpoint.foreign.gguf_hybrids import order_of
-from anybit.checkpoint.foreign.gguf_model import Named, named, open_model
+from anybit.checkpoint.foreign.gguf_model import open_model
+from anybit.checkpoint.foreign.gguf_names import Named, named
 from anybit.checkpoint.foreign.gguf_tokens import write_vocabulary
 from anybit.checkpoint.trial import unreadable
 from anybit.core.format import Format

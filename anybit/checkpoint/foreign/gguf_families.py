@@ -50,6 +50,10 @@ ROUTED = {  # by sigmoids, with a bias
 SIGMOID = 2  # of expert_gating_func
 SIGMOIDS = {"glm4moe": 2, "nemotron_h_moe": 2, "deepseek2": 0, "lfm2moe": 0}  # without that key
 GATED = ("qwen3next", "qwen35", "qwen35moe")  # with layers of a gated delta rule
+HEADED = {  # with heads for further tokens, and what counts those in config.json
+    **dict.fromkeys(("deepseek2", "glm4moe"), "num_nextn_predict_layers"),
+    **dict.fromkeys(GATED, "mtp_num_hidden_layers"),
+}
 PARTLY = ("phi3", "glm4", "glm4moe", *GATED)  # whose heads may be rotated in part
 CONVOLUTIONS = {
     "shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps",

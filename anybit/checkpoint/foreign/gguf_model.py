@@ -7,11 +7,11 @@ are put back in order, whole, so that blocks stay what they are.
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +26,21 @@ from anybit.checkpoint.foreign.gguf_file import DENSE, Block, Contents
 from anybit.checkpoint.foreign.gguf_hybrids import (
     Order,
     change_of,
-    general,
     order_of,
-    parts_of,
 )
+from anybit.checkpoint.foreign.gguf_names import PROJECT, drafts, further, named
 from anybit.checkpoint.names import Names
 from anybit.errors import InvalidInput, in_a_line
 from anybit.files.directory import write_json
 from anybit.files.safetensors import Stored
 from anybit.nn.embedding import factor_of
-from anybit.nn.experts import published, split
+from anybit.nn.experts import split
 
 log = logging.getLogger(__name__)
 
-HEAD = "lm_head.weight"
 GATE_OR_UP = re.compile(r"\.ffn_(gate|up)_exps\.weight$")  # which one tensor may hold both
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = ("eos", "eot", "eom")  # tokens that end a text
-FURTHER = "a head for further tokens, which is not read from GGUF files"
+FURTHER = "of a head for further tokens, of which the file lacks a part or anybit knows no names"
 LEFT = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # in config
 
 
@@ -214,59 +211,49 @@ def write_tokenizer(contents: Contents, directory: Path) -> None:
         )
 
 
-class Named(NamedTuple):
-    """A tensor of a model, by several names.
+class Search:
+    """Tensors of a file, by ggml's names; it knows which were found."""
 
-    Attributes:
-        own: In transformers' model.
-        name: In its checkpoints.
-        theirs: In GGUF files, where several hold its rows one after another.
-        expert: Which part of the tensor there it is; None: all of it.
-    """
+    def __init__(self, contents: Contents, family: Family):
+        self.path, self.tensors, self.family = contents.files[0], contents.tensors, family
+        self.used = {*LEFT}
+        self.experts: dict[str, list[Stored]] = {}
 
-    own: str
-    name: str
-    theirs: tuple[str, ...]
-    expert: int | None
+    def find(self, theirs: str, name: str, expert: int | None) -> Block:
+        """A tensor, or one expert of it, for the model's of a name; InvalidInput without it."""
+        block, half = self.tensors.get(theirs), None
+        if block is None and (of := GATE_OR_UP.search(theirs)):
+            theirs, half = theirs.replace(of[1], "gate_up"), ("gate", "up").index(of[1])
+            block = self.tensors.get(theirs)
+        if block is None:
+            old = any(other.endswith(".ssm_in.weight") for other in self.tensors)
+            what = f"has no tensor {theirs} for {name}"
+            if old and self.family.arch == "qwen3next":
+                what += (
+                    ": its ssm_in holds q, k, v and z in one, as files of before 2026 do; take a "
+                    "newer file, or convert the original model"
+                )
+            raise InvalidInput(f"{self.path}: {what}")
+        self.used.add(theirs)
+        if not decodable(block.kind):
+            raise InvalidInput(f"{self.path}: {theirs} is {block.kind}, which cannot be read")
+        if expert is None:
+            return block
+        if theirs not in self.experts:
+            self.experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []
+        odd = half is not None and len(block.shape) == 3 and block.shape[1] % 2
+        if expert >= len(self.experts[theirs]) or odd:
+            raise InvalidInput(f"{self.path}: {theirs} of {block.shape} does not hold the experts")
+        return halved(Block(block.kind, block.shape[1:], self.experts[theirs][expert]), half)
 
-
-def named(
-    path: Path,
-    family: Family,
-    config: Mapping[str, Any],
-    model: nn.Module,
-    stored: Callable[[str], str] = str,
-) -> list[Named]:
-    """All tensors of a model, but a head that is tied.
-
-    Args:
-        path: For errors.
-        family: Of the model.
-        config: Its config.json.
-        model: Without memory, experts apart.
-        stored: transformers' names in checkpoints for those in its model.
-
-    Raises:
-        InvalidInput: The `gguf` package has no name for one.
-    """
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family.arch)
-    table, out = get_tensor_name_map(arch, config["num_hidden_layers"]), []
-    for own in model.state_dict():
-        name = published(own, family.model_type)
-        if name == HEAD and config["tie_word_embeddings"]:
-            continue
-        expert, theirs = EXPERT.search(name), parts_of(name, family, config)
-        if not theirs:
-            known = general(EXPERT.sub(".experts.", name))
-            one = table.get_name(known, try_suffixes=(".weight", ".bias"))
-            one = "output.weight" if name == HEAD else one
-            if one is None:
-                raise InvalidInput(f"{path}: ggml's {family.arch} has no tensor for {name}")
-            theirs = (one,)
-        out.append(Named(own, stored(name), theirs, int(expert[1]) if expert else None))
-    return out
+    def latent(self, theirs: str) -> list[Block]:
+        """What makes keys, and values, of a latent, where they are two tensors; [] elsewhere."""
+        if not theirs.endswith("attn_kv_b.weight") or theirs in self.tensors:
+            return []
+        halves = [theirs.replace("kv_b", f"{which}_b") for which in "kv"]
+        found = [self.tensors[half] for half in halves if half in self.tensors]
+        self.used.update(halves if len(found) == 2 else ())
+        return found if len(found) == 2 else []
 
 
 def placed(
@@ -277,56 +264,27 @@ def placed(
     names: Names,
 ) -> tuple[dict[str, "Stored | Made"], dict[str, Layer], dict[str, str]]:
     """Every tensor of the model, found in the file; its layers; and what is left out, and why."""
-    path = contents.files[0]
+    search, size = Search(contents, family), config["hidden_size"]
     stored: dict[str, Stored | Made] = {}
     layers: dict[str, Layer] = {}
-    used, experts, tensors = {*LEFT}, dict[str, list[Stored]](), model.state_dict()
-
-    def found(theirs: str, name: str, expert: int | None) -> Block:
-        block, half = contents.tensors.get(theirs), None
-        if block is None and (of := GATE_OR_UP.search(theirs)):
-            theirs, half = theirs.replace(of[1], "gate_up"), ("gate", "up").index(of[1])
-            block = contents.tensors.get(theirs)
-        if block is None:
-            old = any(other.endswith(".ssm_in.weight") for other in contents.tensors)
-            what = f"has no tensor {theirs} for {name}"
-            if old and family.arch == "qwen3next":
-                what += (
-                    ": its ssm_in holds q, k, v and z in one, as files of before 2026 do; take a "
-                    "newer file, or convert the original model"
-                )
-            raise InvalidInput(f"{path}: {what}")
-        used.add(theirs)
-        if not decodable(block.kind):
-            raise InvalidInput(f"{path}: {theirs} is {block.kind}, which cannot be read")
-        if expert is None:
-            return block
-        if theirs not in experts:
-            experts[theirs] = list(block.stored.each()) if len(block.shape) == 3 else []
-        odd = half is not None and len(block.shape) == 3 and block.shape[1] % 2
-        if expert >= len(experts[theirs]) or odd:
-            raise InvalidInput(f"{path}: {theirs} of {block.shape} does not hold the experts")
-        return halved(Block(block.kind, block.shape[1:], experts[theirs][expert]), half)
-
-    for own, name, theirs, expert in named(path, family, config, model, names.stored):
-        shape = tuple(tensors[own].shape)
+    modules = dict(model.named_modules()) | {PROJECT: nn.Linear(2 * size, size, device="meta")}
+    own_names = named(search.path, family, config, model, names.stored)
+    heads = further(contents, family, config, own_names)
+    for own, name, theirs, expert in (*own_names, *heads):
+        of, _, end = own.rpartition(".")
+        module, shape = modules[of], tuple(modules[of].state_dict()[end].shape)
         layer = name.rpartition(".")[0]
-        if theirs[0].endswith("attn_kv_b.weight") and theirs[0] not in contents.tensors:
-            halves = [theirs[0].replace("kv_b", f"{which}_b") for which in "kv"]
-            k, v = (contents.tensors.get(half) for half in halves)
-            if k is not None and v is not None:
-                used.update(halves)
-                stored[name], layers[layer] = k.stored, latent(layer, k, v, shape)
-                continue
-        blocks = tuple(found(each, name, expert) for each in theirs)
+        if both := search.latent(theirs[0]):
+            stored[name], layers[layer] = both[0].stored, latent(layer, both[0], both[1], shape)
+            continue
+        blocks = tuple(search.find(each, name, expert) for each in theirs)
         n = sum(block.shape[0] for block in blocks)
         if not fits((n, *blocks[0].shape[1:]), shape) or any(
             block.shape[1:] != blocks[0].shape[1:] for block in blocks
         ):
             shapes = ", ".join(str(block.shape) for block in blocks)
-            raise InvalidInput(f"{path}: {theirs[0]} has shape {shapes}, and {name} {shape}")
+            raise InvalidInput(f"{search.path}: {theirs[0]} has shape {shapes}, and {name} {shape}")
         order = order_of(name, family, config, n)
-        module = model.get_submodule(own.rpartition(".")[0])
         kept = isinstance(module, nn.Linear)
         if isinstance(module, nn.Embedding) and blocks[0].kind in TYPES:
             kept = factor_of(module) is not None
@@ -335,22 +293,34 @@ def placed(
             stored[name] = blocks[0].stored
             layers[layer] = linear(layer, blocks, shape, order)
             continue
-        change = change_of(name, family)
+        change = change_of(own, family)
         if dense and len(blocks) == 1 and order.same and change is None:
             stored[name] = blocks[0].stored._replace(shape=shape)
         else:
             dtype = blocks[0].stored.torch_dtype if dense else getattr(torch, config["dtype"])
             stored[name] = Made(blocks, shape, dtype, order, change)
-    drafts = range(config["num_hidden_layers"], contents.metadata[f"{family.arch}.block_count"])
-    ignored = tuple(f"blk.{number}." for number in drafts)
-    left = {name: FURTHER for name in contents.tensors if name.startswith(ignored)}
-    unknown = [name for name in contents.tensors if not (name in used or name in left)]
-    if unknown:
-        raise InvalidInput(
-            f"{path}: {len(unknown)} tensors are not in transformers' {family.kind}, such as "
-            f"{unknown[0]}"
-        )
+    left = left_behind(contents, family, config, search.used)
     return stored, layers, left
+
+
+def left_behind(
+    contents: Contents, family: Family, config: Mapping[str, Any], used: Container[str]
+) -> dict[str, str]:
+    """Tensors of blocks behind the model's that are left out, and why.
+
+    Raises:
+        InvalidInput: Others are not used.
+    """
+    ignored = tuple(f"{block}." for block in drafts(family, config, contents.metadata))
+    unknown = [name for name in contents.tensors if name not in used]
+    left = {name: FURTHER for name in unknown if name.startswith(ignored)}
+    strange = [name for name in unknown if name not in left]
+    if strange:
+        raise InvalidInput(
+            f"{contents.files[0]}: {len(strange)} tensors are not in transformers' {family.kind}, "
+            f"such as {strange[0]}"
+        )
+    return left
 
 
 def halved(block: Block, half: int | None) -> Block:
