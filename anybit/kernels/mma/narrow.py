@@ -36,6 +36,7 @@ Lot = namedtuple("Lot", "at row column inside first end k")
 
 class Narrow(Product):
     ring_threads = 32
+    quantizes = False  # a token that comes in 16 bits
 
     @cute.kernel
     def kernel(self, given: Any):
@@ -58,6 +59,8 @@ class Narrow(Product):
             for s in cutlass.range_constexpr(self.stages - 1):
                 if s < count:
                     self.fetch_weights(ring + s * self.stage_bytes, blob + s * step, pieces, lane)
+                if const_expr(self.quantizes):
+                    commit()
             self.store_table(words, thread)
             cute.arch.griddepcontrol_wait()
         else:
@@ -68,7 +71,10 @@ class Narrow(Product):
                 if const_expr(not self.overlap):
                     self.fetch_weights(to, blob + s * step, pieces, lane)
                 self.fetch_tokens(to, given, first, end, warp + s * self.warps, lane)
-            commit()
+            if const_expr(not (self.quantizes and self.overlap)):
+                commit()
+        if const_expr(self.quantizes):
+            self.quantize(given, warp, lane)
         parts = const_expr(self.slices * self.blocks)
         part = cutlass.min(warp, Int32(parts - 1))
         channel = row_tile * self.rows + part // self.blocks * 16
@@ -101,7 +107,10 @@ class Narrow(Product):
                 kt += self.warps
             commit()
             at = stage * self.stage_bytes
-            self.multiply(acc, ring + at, lookup + at, lane, self.grid_at)
+            row = lookup + at
+            if const_expr(self.quantizes):
+                row = lookup + (warp + i * self.warps) * self.token_bytes
+            self.multiply(acc, ring + at, row, lane, self.grid_at)
             empty = stage
             stage += 1
             if stage == self.stages:

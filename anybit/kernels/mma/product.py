@@ -46,7 +46,7 @@ class Product(Program):
         self.activation, self.out = spec.activation, spec.output
         self.integer = self.activation == "int8"
         self.quantized = self.activation in ("int8", "float8_e4m3fn")
-        self.joins = self.integer and not t.sorted  # outputs of some rows of tokens
+        self.joins = self.integer and not (t.sorted or t.columns)  # outputs of some rows of tokens
         self.acc = Int32 if self.integer else Float32
         self.words = 2 * d.bits  # code words of a thread, slice and K tile
         self.whole = self.words // 4  # chunks of 4 words; 2 words may remain
@@ -66,10 +66,11 @@ class Product(Program):
         self.dotted = self.integer and self.tokens == 1
         self.looked_up = ()  # what `registers` gets of decoders that have a table
 
-    def compile(self) -> Compiled:
-        """For the architecture of the kernel."""
+    @property
+    def types(self) -> dict:
+        """What addresses are of, with their alignment."""
         out, fp32, word = TYPES[self.out], (Float32, 4), (Int32, 4)
-        pointers = {
+        return {
             "x": (TYPES[self.activation], 16),
             "w": (Uint8, 128),
             "row_scale": fp32,
@@ -84,7 +85,10 @@ class Product(Program):
             "starts": word,
             "pairs": word,
         }
-        return compile_program(self, self.parameters, pointers, self.spec.architecture)
+
+    def compile(self) -> Compiled:
+        """For the architecture of the kernel."""
+        return compile_program(self, self.parameters, self.types, self.spec.architecture)
 
     # A table, for decoders that look weights up; what follows it in shared memory is rings.
 

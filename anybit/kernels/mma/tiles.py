@@ -83,8 +83,10 @@ class Tile:
         ctas: that should fit a multiprocessor.
         kind: "narrow", whose warps split K; "gemm", whose warps split rows; "few" and "experts",
             which are the same for tokens sorted by expert; "plain", which is "narrow" for weights
-            in 16 bits as they come, and "gated", which is that for gate and up; "decode", whose
-            warps write 16 decoded rows each and multiply nothing.
+            in 16 bits as they come, and "gated", which is that for gate and up; "single", which is
+            "narrow" for a token that it quantizes itself; "decode", whose warps write 16 decoded
+            rows each and multiply nothing.
+        columns: of "single", that a token may have.
 
     Raises:
         InvalidInput: Warps that split K are fewer than blocks of 16 rows x 8 tokens to write.
@@ -96,6 +98,7 @@ class Tile:
     stages: int = 4
     ctas: int = 2
     kind: str = "gemm"
+    columns: int = 0
 
     def __post_init__(self) -> None:
         blocks = self.slices * -(-self.tokens // 8)
@@ -113,7 +116,7 @@ class Tile:
     @property
     def splits(self) -> bool:
         """Whether its warps split K, and not its rows."""
-        return self.kind in ("narrow", "few", "plain", "gated")
+        return self.kind in ("narrow", "few", "plain", "gated", "single")
 
     @property
     def rows(self) -> int:
@@ -126,8 +129,8 @@ class Tile:
     @property
     def name(self) -> str:
         return (
-            f"{self.kind}_{self.rows}x{self.tokens}_{self.warps}warps_{self.stages}stages_"
-            f"{self.ctas}ctas"
+            f"{self.kind}{self.columns or ''}_{self.rows}x{self.tokens}_{self.warps}warps_"
+            f"{self.stages}stages_{self.ctas}ctas"
         )
 
 
@@ -180,11 +183,12 @@ class Kernel:
 
     def generate(self) -> Compiled:
         """The kernel, compiled for its architecture; needs CuTe DSL."""
-        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain
+        from anybit.kernels.mma import decode, experts, few, gemm, narrow, plain, single
 
         programs = {
             "narrow": narrow.Narrow, "gemm": gemm.Gemm, "experts": experts.Experts,
             "few": few.Few, "decode": decode.Decode, "plain": plain.Plain, "gated": plain.Gated,
+            "single": single.Single,
         }  # fmt: skip
         compiled: Compiled = programs[self.tile.kind](self).compile()
         return compiled
@@ -207,7 +211,8 @@ def stage_bytes(tile: Tile, decoder: Decoder) -> int:
     """
     slices = tile.slices if tile.splits else tile.slices * tile.warps
     weights = slices * (256 * decoder.bits + grid_bytes(decoder))
-    return -(-weights // 256) * 256 + tile.tokens * token_bytes(decoder)
+    tokens = 0 if tile.columns else tile.tokens
+    return -(-weights // 256) * 256 + tokens * token_bytes(decoder)
 
 
 def shared_bytes(tile: Tile, decoder: Decoder) -> int:
@@ -217,6 +222,7 @@ def shared_bytes(tile: Tile, decoder: Decoder) -> int:
     rings = tile.warps if tile.splits else 1
     meet = 2 * tile.warps * tile.slices * tile.tokens // 8 * 512
     beside = {"few": meet + TABLE, "gemm": FLAG, "experts": FLAG + TABLE}.get(tile.kind, 0)
+    beside += tile.columns + FLAG if tile.columns else 0
     return decoder.table_bytes + rings * tile.stages * stage_bytes(tile, decoder) + beside
 
 
