@@ -26,6 +26,7 @@ from anybit.kernels.hopper import choices, codebook_tiles, expert_tiles, lookup,
 from anybit.kernels.hopper.chip import Chip
 from anybit.kernels.hopper.tile import Tile
 from anybit.kernels.mma import tiles as mma
+from anybit.kernels.mma.work import of_narrow
 
 CHIP = Chip(132, 2431.5)  # of an H200 at 1,980 MHz
 CLOCK = 1755.0  # MHz under load
@@ -111,7 +112,7 @@ def work_of(
             return None
         if experts:
             return expert_tiles.few_work(few, d, *shape, experts, CHIP)
-        return mma.work(few, d, gpu, *shape)
+        return of_narrow(few, d, gpu, *shape)
     if family == "decode":
         return choices.decoding(d, n, k, CHIP)
     return choices.library(*shape, CHIP) if m >= 256 else None

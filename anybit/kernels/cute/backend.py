@@ -21,7 +21,7 @@ from anybit.kernels.backend import (
 from anybit.kernels.cute import cells, operands
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.cute.launch import loaded
-from anybit.kernels.cute.products import on_its_device
+from anybit.kernels.cute.products import Launch, multiply, on_its_device
 
 
 class CuteBackend(Backend):
@@ -78,15 +78,23 @@ class CuteBackend(Backend):
         y: Tensor
         if cells.takes(prepared.format):
             y = self.codebook.multiply(x, prepared, bias)
+        elif launch := self.quantizing(x, prepared):
+            assert isinstance(x, Tensor)
+            layout, n = prepared.layout, prepared.shape[0]
+            y = multiply(operands.aligned(x), None, None, layout, bias, n, x.dtype, [launch])
         else:
             pairs = x.paired if isinstance(x, Activations) else None
             given = operands.tokens(x, prepared)
             y = self.scalar.multiply(*given, prepared, bias, x.dtype, pairs=pairs)
         return y
 
+    def quantizing(self, x: Tensor | Activations, prepared: Prepared) -> Launch | None:
+        """The launch that multiplies tokens and quantizes them itself; None: there is none."""
+        return None
+
     def linear_experts(self, x: Tensor | Activations, starts: Tensor, prepared: Prepared) -> Tensor:
         """x (M, K) in fp16 or bf16, sorted by expert -> (M, N)."""
         check_half(x, self.name)
         given = operands.tokens(x, prepared)
-        multiply = on_its_device(self.scalar.multiply)
-        return multiply(*given, prepared, None, x.dtype, starts=starts)
+        launching = on_its_device(self.scalar.multiply)
+        return launching(*given, prepared, None, x.dtype, starts=starts)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anybit.kernels.backend import LayerSpec, Prepared
+from anybit.kernels.backend import Activations, LayerSpec, Prepared
 from anybit.kernels.cute import cells
 from anybit.kernels.cute.backend import CuteBackend
 from anybit.kernels.cute.jit import KernelSpec
 from anybit.kernels.cute.operands import NAMES
+from anybit.kernels.cute.products import Launch
 from anybit.kernels.hopper import codebook_linear, scalar_linear
 
 
@@ -30,12 +31,21 @@ class HopperBackend(CuteBackend):
     def kernels_of(self, layer: LayerSpec, experts: bool) -> list[KernelSpec]:
         others = {name for dtype, name in NAMES.items() if dtype != layer.dtype}
         family = codebook_linear if cells.takes(layer.format) else scalar_linear
+        every = [*family.kernels_of(layer)]
+        if layer.activation == "int8" and not experts:
+            every += scalar_linear.quantizing_kernels(layer)
         return [
             kernel
-            for kernel in family.kernels_of(layer)
+            for kernel in every
             if getattr(kernel, "grouped", experts) == experts
             and getattr(kernel, "output", None) not in others
         ]
+
+    def quantizing(self, x: Tensor | Activations, prepared: Prepared) -> Launch | None:
+        """For one token in int8, which a launch of its own would take longer to quantize."""
+        if prepared.activation != "int8" or isinstance(x, Activations) or len(x) != 1:
+            return None
+        return scalar_linear.quantizing(prepared.format, *prepared.shape, x.dtype, x.device)
 
     def candidates(self, x: Tensor, prepared: Prepared) -> dict[str, Callable[[Prepared], Tensor]]:
         family = codebook_linear if cells.takes(prepared.format) else scalar_linear

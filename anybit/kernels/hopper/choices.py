@@ -21,6 +21,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.chip import H200, Chip
 from anybit.kernels.hopper.tile import Tile, slow
 from anybit.kernels.mma import tiles as mma
+from anybit.kernels.mma import work
 from anybit.kernels.tuned import Winner, fastest
 
 BYTES = Decoder("uint8", tuple(range(8)), middle=128)  # of a weight's copy in bytes
@@ -76,7 +77,7 @@ def ways(d: Decoder, m: int, n: int, k: int, chip: Chip = H200) -> Iterator[tupl
     """All ways, with their clock cycles."""
     gpu = tiles.gpu_for(chip)
     for few in mma.candidates(d, gpu, m, n) if tiles.has_mma(d) else ():
-        yield cycles(mma.work(few, d, gpu, m, n, k), chip.read), Choice(few)
+        yield cycles(work.of_narrow(few, d, gpu, m, n, k), chip.read), Choice(few)
     single = launches(tiles.family(d), d, m, n, k, chip)
     yield from ((time, one(tile, n)) for time, tile in single)
     if m > tiles.MOST_HELD:

@@ -25,6 +25,7 @@ from anybit.kernels.hopper.tiles import (
     suited,
 )
 from anybit.kernels.mma import tiles as mma
+from anybit.kernels.mma import work
 
 WHOLE = 0.6  # how far the last wave of tiles counts as a whole one
 DEVIATIONS = 9  # of a binomial distribution beyond which nothing is counted
@@ -109,7 +110,7 @@ def few_work(
     count = token_tiles(tile.tokens, m, experts) * -(-n // tile.rows)
     waves = waves_of(count / (chip.multiprocessors * tile.ctas))
     read = touched(m, experts) * packed_bytes(n, k, d) + m * (k * d.slot / 8 + 2 * n)
-    return mma.split_work(f"few {d.slot}", tile, d, k, waves, tile.ctas, read)
+    return work.of_split(f"few {d.slot}", tile, d, k, waves, tile.ctas, read)
 
 
 def touched(m: int, experts: int) -> float:

@@ -22,7 +22,7 @@ from anybit.kernels.cute.operands import NAMES, aligned, cut, offsets, whole
 from anybit.kernels.cute.products import on_its_device
 from anybit.kernels.hopper.chip import Chip, chip_of
 from anybit.kernels.hopper.tiles import gpu_for
-from anybit.kernels.mma import tiles
+from anybit.kernels.mma import tiles, work
 from anybit.kernels.mma.tiles import NARROW, Kernel, Tile
 
 
@@ -104,7 +104,7 @@ def choose(m: int, n: int, k: int, chip: Chip) -> Tile:
     d, gpu = PLAIN["bfloat16"], gpu_for(chip)
 
     def time(tile: Tile) -> float:
-        return cycles(tiles.work(tile, d, gpu, m, n, k), chip.read)
+        return cycles(work.of_narrow(tile, d, gpu, m, n, k), chip.read)
 
     return min(family(m, chip), key=time)
 

@@ -33,6 +33,7 @@ from anybit.kernels.hopper.expert_tiles import (
 )
 from anybit.kernels.hopper.tile import Kernel, Tile
 from anybit.kernels.mma import linear as mma
+from anybit.kernels.mma import single_tiles
 from anybit.kernels.mma import tiles as mma_tiles
 
 
@@ -80,6 +81,19 @@ def kernels_for(
         yield from (Kernel(d, tile, out, grouped=True) for tile in family_grouped(d))
         found = (mma_tiles.kernel_of(d, gpu, tile, out) for tile in few)
         yield from (kernel for kernel in found if kernel)
+
+
+def quantizing_kernels(layer: LayerSpec) -> Iterator[KernelSpec]:
+    """What may multiply one token of a layer in int8, and quantizes it; none that cannot be had."""
+    gpu, d = tiles.gpu_for(chip_of(layer.device)), decoder_for(layer.format, torch.int8)
+    few = mma_tiles.choose(d, gpu, 1, layer.shape[0]) if tiles.has_mma(d) else None
+    tile = few and single_tiles.quantizing(few, d, gpu, layer.shape[1])
+    if not tile:
+        return
+    for output in NAMES.values():
+        kernel = mma_tiles.kernel_of(d, gpu, tile, output)
+        if kernel and not missing_kernels([kernel]):
+            yield kernel
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
@@ -158,6 +172,25 @@ def multiply_decoded(
         else:
             torch.addmm(bias[start:end], x, w, out=out)
     return y
+
+
+@tuned.cached
+def quantizing(
+    fmt: Format, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Launch | None:
+    """The launch for one token in `dtype` that it quantizes to int8; None: it is quantized before.
+
+    `anybit build` does not know K, so its kernel may be missing.
+    """
+    d, chip = decoder_for(fmt, torch.int8), chip_of(device)
+    gpu = tiles.gpu_for(chip)
+    cell = tuned.cell_of("hopper", fmt, "int8", dtype, n, k)
+    few = choices.choose(d, 1, n, k, chip, tuned.winner(cell, 1, device)).few
+    tile = few and single_tiles.quantizing(few, d, gpu, k)
+    kernel = tile and mma_tiles.kernel_of(d, gpu, tile, NAMES[dtype])
+    if not kernel or missing_kernels([kernel]):
+        return None
+    return mma.launch_of(kernel, gpu, device, 1, n, k)
 
 
 @tuned.cached

@@ -20,6 +20,7 @@ from anybit.kernels.cute.ptx import (
     store_shared,
 )
 from anybit.kernels.mma.narrow import Narrow
+from anybit.kernels.mma.tiles import Kernel
 
 HALF_WARP = 16  # pieces of 8 columns in a K tile
 OF_HALVES = {  # two numbers of a register in fp32
@@ -32,7 +33,7 @@ OF_ONE = {"float16": "mov.b32 {l, h}, $1; cvt.f32.f16 v, h;", "bfloat16": "mov.b
 class Single(Narrow):
     quantizes = True
 
-    def __init__(self, spec):
+    def __init__(self, spec: Kernel):
         super().__init__(spec)
         tiles = -(-self.tile.columns // (K_TILE * self.warps))  # of a warp
         self.lots = -(-tiles // 2)  # pieces of a lane, which have half a warp to a K tile

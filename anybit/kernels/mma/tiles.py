@@ -11,12 +11,11 @@ import torch
 
 from anybit.errors import InvalidInput
 from anybit.kernels.backend import COUNTS
-from anybit.kernels.choice import Work
 from anybit.kernels.cute.decode import K_TILE, Decoder
 from anybit.kernels.cute.jit import Compiled
 from anybit.kernels.cute.launch import PlainLauncher, ProductLauncher
 from anybit.kernels.cute.operands import SPANS
-from anybit.kernels.cute.pack import k_tiles, packed_bytes
+from anybit.kernels.cute.pack import k_tiles
 
 RESERVED = 1024  # bytes of shared memory that each CTA costs beside its own
 NARROW = 16  # most tokens of `narrow.py`
@@ -378,57 +377,6 @@ def candidates(decoder: Decoder, gpu: Gpu, m: int, n: int) -> list[Tile]:
         return [] if tile is None else [tile]
     every = family_small(decoder, gpu) if m <= SMALL else ()
     return [tile for tile in every if tile.warps < 8 or resident(tile, gpu, m, n)]
-
-
-def work(tile: Tile, decoder: Decoder, gpu: Gpu, m: int, n: int, k: int) -> Work:
-    """What a launch of a narrow tile does."""
-    count, places = tiles_of(tile, m, n), tile.ctas * gpu.multiprocessors
-    ctas, busiest = -(-min(count, places) // gpu.multiprocessors), -(-count // gpu.multiprocessors)
-    # Where issue binds, fewer CTAs in the last turn take less.
-    turns = busiest / ctas if decoder.table_bytes else -(-count // places)
-    return split_work(
-        f"mma {kind_of(decoder)}",
-        tile,
-        decoder,
-        k,
-        turns,
-        ctas,
-        read=packed_bytes(n, k, decoder) + m * k * decoder.slot / 8 + 2 * m * n,
-        uneven=max(1, turns * ctas * gpu.multiprocessors / count),
-    )
-
-
-def kind_of(decoder: Decoder) -> str:
-    """Whose costs tiles have that split K."""
-    if decoder.table_bytes:
-        return f"table {decoder.slot}"
-    return "slow" if decoder.cost > 2 else str(decoder.slot)
-
-
-def split_work(
-    kind: str,
-    tile: Tile,
-    decoder: Decoder,
-    k: int,
-    turns: float,
-    ctas: int,
-    read: float,
-    uneven: float = 1,
-) -> Work:
-    """What a launch does whose warps split K: a multiprocessor has `ctas` at once, in `turns`."""
-    every, columns = turns * ctas, max(8, tile.tokens)
-    return Work(
-        kind=kind,
-        steps=turns * -(-k_tiles(k) // tile.warps),
-        beside=ctas * tile.warps,
-        multiply=tile.slices * columns * decoder.slot,
-        decode=tile.slices * decoder.instructions,
-        copied=every * k_tiles(k) * stage_bytes(tile, decoder),
-        read=read,
-        uneven=uneven,
-        ends=every * tile.slices * 16 * columns,
-        turns=every * tile.warps,
-    )
 
 
 def resident(tile: Tile, gpu: Gpu, m: int, n: int) -> bool:
