@@ -290,7 +290,8 @@ def test_programs_fill_a_multiprocessor(kind: str, dim: int, group: int, each: i
 
 
 @pytest.mark.parametrize(
-    ("programs", "splits"), [(0, 64), (1, 64), (8, 64), (9, 58), (300, 1), (999, 1)]
+    ("programs", "splits"),
+    [(0, 64), (8, 64), (9, 58), (16, 32), (29, 18), (31, 16), (300, 1), (999, 1)],
 )
 def test_splits_fill_the_gpu(programs: int, splits: int) -> None:
     assert kernels.choose_splits(programs, 528, 1000) == splits
