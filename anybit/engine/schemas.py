@@ -14,10 +14,10 @@ from fractions import Fraction
 from functools import partial
 from itertools import combinations
 from typing import Any, NoReturn
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 from anybit.engine.keys import declared, name_keys, pattern
-from anybit.engine.keywords import TYPES, check_keywords, is_number
+from anybit.engine.keywords import TYPES, check_keywords, is_number, number
 from anybit.errors import InvalidInput
 
 # White space as models write it: none, or one space behind `,` and `:`. Where a grammar lets them,
@@ -113,12 +113,6 @@ def json_rule(schema: Any) -> str:
     return f"%json {text}"
 
 
-def number(text: str) -> int | float:
-    """A number with a point or an exponent, as an integer if it is one that doubles tell apart."""
-    value = float(text)
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
 class Rewriter:
     """Of one schema document, into another that llguidance enforces exactly."""
 
@@ -179,6 +173,10 @@ class Rewriter:
                 out[key] = value
             else:
                 out[key] = value if key.startswith("x-") else self.schema(value)
+        if "prefixItems" in out and not isinstance(out.get("items"), list):
+            # Beside additionalItems, of earlier drafts, llguidance ignores prefixItems.
+            rest = out.pop("additionalItems", True)
+            out.setdefault("items", rest)
         bounded(out)
         count_keys(out)
         if is_number(out.get("multipleOf")):
@@ -194,10 +192,16 @@ class Rewriter:
         return out
 
     def check_base(self, schema: dict[str, Any]) -> None:
-        """Refuse references of a part with a name of its own: `#` is that part for them."""
+        """Refuse a part with the whole's name, or with one of its own and references (`#`)."""
         key = "id" if "draft-04" in str(self.root.get("$schema")) else "$id"
-        name = schema.get(key)
-        if isinstance(name, str) and name[:1] != "#" and LOCAL.search(json.dumps(schema)):
+        name, whole = schema.get(key), urldefrag(str(self.root.get(key, "")))[0]
+        if not isinstance(name, str) or name[:1] == "#":
+            return
+        if urldefrag(urljoin(whole, name))[0] == whole:
+            raise InvalidInput(
+                f"the JSON schema: {key} {name!r:.100} names two schemas; rename one"
+            )
+        if LOCAL.search(json.dumps(schema)):
             raise InvalidInput(
                 f"the JSON schema: {key} {name!r:.100} has references (#) into a part of the "
                 f"schema instead of the whole; leave out that {key}"

@@ -254,6 +254,7 @@ def test_an_escape_before_a_class_is_no_escape_of_it() -> None:
         ({"maxItems": 1e20}, "maxItems is 1e.20, not a whole number of 0 to"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "[$]schema is .* of draft 4 or"),
         ({"$id": "a", "anyOf": [{"$ref": "#/x"}, {}]}, "[$]id 'a' has references"),
+        ({"$id": ""}, "[$]id '' names two schemas"),
         ({"maximum": True}, "maximum is true, not a number"),
         ({"$ref": ["#"]}, r'\$ref is \["#"\], not a string'),
         ({"$ref": "#/x/y", "x": {"y": {"pattern": 3}}}, "pattern is 3, not a string"),
@@ -277,6 +278,23 @@ def test_a_wrong_value_is_named_with_its_keyword(schema: dict[str, Any], said: s
 def test_a_whole_number_may_have_a_point(takes: Takes, schema: Any, right: str, wrong: str) -> None:
     assert takes(schema, right)
     assert not takes(schema, wrong)
+
+
+@pytest.mark.parametrize("name", ["foo", "https://x/foo", "https://x/foo#"])
+def test_a_part_has_another_name_than_the_whole(takes: Takes, name: str) -> None:
+    """Or else it would be enforced instead."""
+    schema = {"$id": "https://x/foo#", "type": "string", "$defs": {"part": {"$id": name}}}
+    with pytest.raises(InvalidInput, match="names two schemas"):
+        takes(schema, "1")
+    assert not takes(schema | {"$defs": {"part": {"$id": "food"}}}, "1")
+
+
+def test_prefix_items_hold_beside_additional_items(takes: Takes) -> None:
+    schema = {"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}
+    assert takes(schema, '["a"]')
+    assert not takes(schema, "[1]")
+    assert not takes(schema, '["a",1]')
+    assert takes(schema | {"items": {"type": "integer"}}, '["a",1]')
 
 
 def test_any_value_behind_any_keyword_is_taken_or_named() -> None:
