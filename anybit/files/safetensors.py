@@ -128,59 +128,65 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is not a directory with a checkpoint")
-    index = directory / INDEX
     if (directory / WEIGHTS).is_file():  # before an index, as in transformers: that may be old
         return read_header(directory / WEIGHTS)
-    if index.is_file():
-        where = read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not where:
-            raise InvalidInput(f"{index}: has no weight_map; copy it again")
-        for file in where.values():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise InvalidInput(f"{index}: names {file!r}, which is not a file of its directory")
-        missing = sorted({f for f in where.values() if not (directory / f).is_file()})
-        if missing:
-            raise FileNotFoundError(
-                f"{directory}: {len(missing)} of {len(set(where.values()))} shards that the index "
-                f"names are missing, the first is {missing[0]}; copy them again"
-            )
-        found = {name: read_header(directory / name) for name in sorted(set(where.values()))}
-        for name, file in where.items():
-            if name not in found[file]:
+    if (directory / INDEX).is_file():
+        return tensors_of_shards(directory)
+    raise without_weights(directory)
+
+
+def tensors_of_shards(directory: Path) -> dict[str, Stored]:
+    """The tensors that a directory's index names; raises as `stored_tensors` does."""
+    index = directory / INDEX
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise InvalidInput(f"{index}: has no weight_map; copy it again")
+    for file in where.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise InvalidInput(f"{index}: names {file!r}, which is not a file of its directory")
+    files = sorted(set(where.values()))
+    missing = [file for file in files if not (directory / file).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{directory}: {len(missing)} of {len(files)} shards that the index names are missing, "
+            f"the first is {missing[0]}; copy them again"
+        )
+    found = {file: read_header(directory / file) for file in files}
+    for name, file in where.items():
+        if name not in found[file]:
+            raise InvalidInput(f"{directory / file}: has no tensor {name!r}, which the index names")
+    file_of: dict[str, str] = {}
+    for file, own in found.items():
+        for name in own:
+            if (other := file_of.setdefault(name, file)) != file:
                 raise InvalidInput(
-                    f"{directory / file}: has no tensor {name!r}, which the index names"
+                    f"{directory}: {other} and {file} both hold {name!r}, and readers do not "
+                    "agree on which counts; copy the files again, or save the model anew"
                 )
-        files_of: dict[str, str] = {}
-        for file, own in found.items():
-            for name in own:
-                if (other := files_of.setdefault(name, file)) != file:
-                    raise InvalidInput(
-                        f"{directory}: {other} and {file} both hold {name!r}, and readers do not "
-                        "agree on which counts; copy the files again, or save the model anew"
-                    )
-        return {n: t for f, own in found.items() for n, t in own.items() if where.get(n) == f}
+    return {n: t for own in found.values() for n, t in own.items() if n in where}
+
+
+def without_weights(directory: Path) -> Exception:
+    """What a directory without a checkpoint in safetensors is refused with."""
     files = sorted(directory.iterdir())
     if named := [p.name for p in files if p.suffix == ".safetensors"]:
         if shards := [name for name in named if "-of-" in name]:
-            raise FileNotFoundError(
+            return FileNotFoundError(
                 f"{directory} has shards, such as {shards[0]}, and the index is missing: {INDEX}; "
                 "copy it again"
             )
-        raise InvalidInput(
+        return InvalidInput(
             f"{directory} has neither {WEIGHTS} nor {INDEX}, only {named[0]}; rename it if it "
             "holds the whole model as transformers names tensors"
         )
-    others = [p.name for p in files if p.suffix in OTHER_WEIGHTS]
-    if others and others[0].endswith(".gguf"):
-        raise InvalidInput(
-            f"{directory} has no safetensors, only {others[0]}; give the path of that file"
+    if other := next((p for p in files if p.suffix in OTHER_WEIGHTS), None):
+        remedy = (
+            "give the path of that file"
+            if other.suffix == ".gguf"
+            else "convert it first: load it with transformers and call save_pretrained"
         )
-    if others:
-        raise InvalidInput(
-            f"{directory} has no safetensors, only {others[0]}; convert it first: "
-            "load it with transformers and call save_pretrained"
-        )
-    raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}")
+        return InvalidInput(f"{directory} has no safetensors, only {other.name}; {remedy}")
+    return FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}")
 
 
 def read_header(path: Path) -> dict[str, Stored]:
