@@ -103,6 +103,10 @@ class Handler(BaseHTTPRequestHandler):
                 return self.fault(404, "RevisionNotFound")
             files = [{"rfilename": n, "size": p.stat().st_size} for n, p in hub.files(name).items()]
             return self.answer(200, {"id": name, "sha": hub.commit(name), "siblings": files})
+        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
+            sizes = {n: p.stat().st_size for n, p in hub.files(found[1]).items()}
+            tree = [{"type": "file", "path": n, "size": s, "oid": n} for n, s in sizes.items()]
+            return self.answer(200, json.dumps(tree).encode())
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self.resolve(*found.groups())
         return self.fault(404, "EntryNotFound")

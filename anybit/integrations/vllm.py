@@ -151,7 +151,9 @@ class AnybitConfig(QuantizationConfig):
 
         self.checkpoint = model_name, revision
         saved = get_hf_file_to_dict("config.json", model_name, revision) or {}
-        if self.formats is None:  # which a file of its own may say, where vLLM reads config.json
+        if (
+            self.formats is None and not self.foreign
+        ):  # which a file of its own may say, where vLLM reads config.json
             described = directory_of(model_name, revision, ["*.json"])
             self.foreign |= stated_quantization(described, saved) is not None
         if self.foreign:

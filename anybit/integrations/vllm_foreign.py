@@ -25,9 +25,12 @@ def directory_of(
     """A model's files on this machine, those that are wanted downloaded if need be."""
     if Path(model_name).is_dir():
         return Path(model_name)
-    found = huggingface_hub.snapshot_download(
-        model_name, revision=revision, allow_patterns=list(wanted)
-    )
+    from vllm.model_executor.model_loader import weight_utils
+
+    patterns = list(wanted)
+    found = weight_utils.maybe_download_from_modelscope(
+        model_name, revision, allow_patterns=patterns
+    ) or huggingface_hub.snapshot_download(model_name, revision=revision, allow_patterns=patterns)
     return Path(found)
 
 

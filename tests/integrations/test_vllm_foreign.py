@@ -7,14 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
+from vllm.model_executor.model_loader import weight_utils
+from vllm.transformers_utils import repo_utils
 
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import Unsupported
-from anybit.integrations.vllm_foreign import Source, planned
+from anybit.integrations.vllm import AnybitConfig
+from anybit.integrations.vllm_foreign import Source, directory_of, planned
 from anybit.nn.model import dequantize_
+from tests import hub
 from tests.foreign.make import FIXTURES
 from tests.foreign.test_exl3 import tensors_of
 from tests.integrations.conftest import SIZES, made
@@ -109,3 +113,27 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"up_proj\.scales is missing; there are"):
         by_vllm(source, PROMPTS, skip_tokenizer_init=True, quantization="anybit")
+
+
+def test_files_of_a_name_say_how_it_is_quantized(tmp_path, monkeypatch):
+    """Of a model that says nothing in its config.json, from the hub and from ModelScope."""
+    source = one_head("gptq_4bit_v1", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (source / "quantize_config.json").write_text(json.dumps(settings))
+    (source / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(repo_utils, "_hf_api", None)
+    with hub.serving({"org/model": source}) as found:
+        hub.use(found, tmp_path / "home", monkeypatch)
+        told = AnybitConfig()
+        told.maybe_update_config("org/model", LlamaConfig(**config))
+    assert told.formats == {"*": "int4:group=16"}
+    asked = []
+    monkeypatch.setattr(
+        weight_utils,
+        "maybe_download_from_modelscope",
+        lambda name, revision, **options: asked.append((name, revision, options)) or str(source),
+    )
+    assert directory_of("org/other", "v1", ["*.json"]) == source
+    assert asked == [("org/other", "v1", {"allow_patterns": ["*.json"]})]
