@@ -44,4 +44,4 @@ def import_validators() -> None:
         with suppress(ImportError):  # of other releases, which import it as they do
             import transformers.utils.type_validators  # noqa: F401
     finally:
-        del sys.modules[TABLE]
+        sys.modules.pop(TABLE, None)  # which another thread may have done

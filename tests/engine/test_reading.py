@@ -220,14 +220,19 @@ def test_a_start_builds_no_module_for_each_expert(monkeypatch: pytest.MonkeyPatc
 
 def test_the_table_of_activations_is_there_when_it_is_looked_at() -> None:
     code = (
-        "import sys, torch, transformers; from anybit.checkpoint import late;"
-        "late.import_validators(); transformers.LlamaConfig(); name = late.TABLE;"
+        "import sys, threading, torch, transformers; from anybit.checkpoint import late;"
+        "make, both = late.ModuleType, threading.Barrier(2);"
+        "late.ModuleType = lambda name: (both.wait(), make(name))[1];"  # two threads come this far
+        "two = [threading.Thread(target=late.import_validators) for _ in range(2)];"
+        "[t.start() for t in two]; [t.join() for t in two];"
+        "transformers.LlamaConfig(); name = late.TABLE;"
         "print(name in sys.modules);"
         "table = sys.modules[late.VALIDATORS].ACT2FN; from transformers.activations import ACT2FN;"
         "print(list(table) == list(ACT2FN), 'silu' in table, 'nope' in table);"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "True", "True", "False"], done.stderr[-2000:]
+    assert "KeyError" not in done.stderr
 
 
 def test_a_start_imports_no_models() -> None:
