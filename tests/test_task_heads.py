@@ -1,5 +1,6 @@
 """Heads that classify, score or find answers stay unquantized, unless a pattern names them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import anybit
 from anybit.nn.model import quantized_modules
+from anybit.nn.tied import task_heads
 
 TEXT = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -55,3 +57,18 @@ def test_a_pattern_takes_one(tmp_path: Any) -> None:
     again = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
     tokens = torch.arange(1, 9)[None]
     assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_blocks_behind_the_base_are_no_heads() -> None:
+    """As of readers of texts and pages, whose base is of convolutions."""
+
+    def linears(count: int) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(32, 32) for _ in range(count))
+
+    model: Any = nn.Module()
+    model.config, model.base_model_prefix = SimpleNamespace(num_labels=2), "base"
+    model.base, model.classifier = nn.Conv2d(3, 32, 3), nn.Linear(32, 32)
+    model.blocks = nn.ModuleList(linears(4) for _ in range(2))
+    model.boxes = nn.ModuleList(linears(3) for _ in range(2))
+    boxes = {f"boxes.{i}.{j}" for i in range(2) for j in range(3)}
+    assert task_heads(model) == boxes | {"classifier"}

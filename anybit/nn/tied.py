@@ -9,6 +9,8 @@ from torch import nn
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput
 
+ATTENTION = 4  # linear layers of a block, at least: its attention's, or Q, K and V in one and MLP's
+
 
 def output_embeddings(model: nn.Module) -> set[str]:
     """The names of a transformers model's output embeddings; the head, or heads in a list."""
@@ -24,8 +26,8 @@ def output_embeddings(model: nn.Module) -> set[str]:
 def task_heads(model: nn.Module) -> set[str]:
     """Linear layers behind the base of a transformers model without output embeddings.
 
-    They classify, score, or find answers. Of a model whose base has no known place, those of its
-    own layers that have an output for each label.
+    They classify, score, or find answers; blocks behind the base do not. Of a model whose base has
+    no known place, those of its own layers that have an output for each label.
     """
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
@@ -33,9 +35,18 @@ def task_heads(model: nn.Module) -> set[str]:
         return set()
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if isinstance(base, nn.Module):
-        inside = f"{model.base_model_prefix}."
+        inside = (f"{model.base_model_prefix}.", *blocks(model))
         return {name for name in linears if not name.startswith(inside)}
     return {name for name, m in linears.items() if "." not in name and m.out_features == labels}
+
+
+def blocks(model: nn.Module) -> Iterator[str]:
+    """Starts of the names of modules in lists of blocks, which have at least attention's layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            layers = [sum(isinstance(m, nn.Linear) for m in one.modules()) for one in module]
+            if min(layers) >= ATTENTION:
+                yield f"{name}."
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
