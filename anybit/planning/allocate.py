@@ -37,7 +37,7 @@ from anybit.progress import progress
 from anybit.quantizers.base import Quantizer, quantize_weight
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.blocks import find_blocks
-from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.data import Calibration, Source, calibration_from
 from anybit.quantizers.calibration.gradients import each_gradient
 from anybit.quantizers.calibration.memory import on_device
 from anybit.quantizers.calibration.rehearsal import rehearse
@@ -103,29 +103,31 @@ def plan_formats(
         fewest = sum((min(bits_of(candidates, shape), default=0.0) for shape in shapes), 0.0)
         check_budget(bits, fewest / weights, candidates)
         heads = () if head is None else heads_of(model, dense, head)
-        needs: tuple[str, ...] = ()
-        if calibration is None:
-            ids, loss = probe(model), partial(weight_error, quantizer)
-        else:
-            if not isinstance(calibration, Calibration):
-                calibration = Calibration(calibration)
-            ids, needs = calibration.tokens(model), ("hessian", *quantizer.needs)
-            prefix, _ = find_blocks(model, names)
-            inside = [name for name in names if name.startswith(f"{prefix}.")]
-            gradients = squared_gradients(model, inside, ids)
-            loss = partial(predicted_kl, quantizer, gradients)
-        groups = sensitivities(model, names, ids, candidates, loss, needs)
+        measure = measured(model, names, calibration, quantizer)
+        groups = sensitivities(model, names, candidates, *measure)
     costs = [[o.bits for o in g.options] for g in groups]
     check_budget(bits, sum(map(min, costs)) / weights, candidates)
     chosen = knapsack(costs, [[o.loss for o in g.options] for g in groups], bits * weights)
-    planned = Allocation(
-        tuple(groups),
-        tuple(g.options[c] for g, c in zip(groups, chosen, strict=True)),
-        f"{bits:g} bits",
-        "weight error" if calibration is None else "KL",
-        heads,
-    )
+    options = tuple(g.options[c] for g, c in zip(groups, chosen, strict=True))
+    kind = "weight error" if calibration is None else "KL"
+    planned = Allocation(tuple(groups), options, f"{bits:g} bits", kind, heads)
     return or_uniform(planned, bits)
+
+
+def measured(
+    model: nn.Module,
+    names: list[str],
+    calibration: Source | Calibration | None,
+    quantizer: Quantizer,
+) -> tuple[Tensor, Loss, tuple[str, ...]]:
+    """Token ids, the loss of a layer in a format, and the statistics of inputs that it needs."""
+    if calibration is None:
+        return probe(model), partial(weight_error, quantizer), ()
+    ids = calibration_from(calibration).tokens(model)
+    prefix, _ = find_blocks(model, names)
+    inside = [name for name in names if name.startswith(f"{prefix}.")]
+    gradients = squared_gradients(model, inside, ids)
+    return ids, partial(predicted_kl, quantizer, gradients), ("hessian", *quantizer.needs)
 
 
 def or_uniform(planned: Allocation, bits: float) -> Allocation:
@@ -279,8 +281,8 @@ def sampled_rows(w: Tensor, fmt: Format) -> Tensor:
 def sensitivities(
     model: nn.Module,
     names: list[str],
-    ids: Tensor,
     candidates: Sequence[str],
+    ids: Tensor,
     loss: Loss,
     needs: tuple[str, ...],
 ) -> list[Group]:
@@ -291,8 +293,8 @@ def sensitivities(
     Args:
         model: A dense model whose experts are layers of their own.
         names: Its layers.
-        ids: Token ids (samples, length).
         candidates: Schemes to choose from.
+        ids: Token ids (samples, length).
         loss: Of one layer in one format.
         needs: The statistics that it needs.
 

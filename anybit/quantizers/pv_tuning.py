@@ -11,24 +11,26 @@ tried the next time.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from anybit.core.format import Format, Grid
+from anybit.core.format import Grid
 from anybit.core.groups import store_scale
 from anybit.core.packed import Packed
 from anybit.errors import InvalidInput
 from anybit.nn.around import Around
 from anybit.nn.linear import QuantLinear
-from anybit.nn.model import check_module
+from anybit.nn.model import check_module, restored_on_error
 from anybit.progress import progress
-from anybit.quantizers.calibration.data import Calibration, Source
+from anybit.quantizers.calibration.data import Calibration, Source, calibration_from
+from anybit.quantizers.rows import grid_at
 
 ROWS = 1024  # positions whose log-probabilities are held in fp32 at a time
+# On pico better than 0.001, 0.002 and 0.01 for 2-bit codebooks, and than 0.001 for int2.
+RATE = 4e-3
 BETAS = (0.9, 0.95)  # of Adam
 LOOK = 50  # vectors that are encoded anew for each whose codes may change
 MEMORY = 0.95  # of the mean squared gradients of weights, from one step to the next
@@ -41,7 +43,7 @@ def pv_tune(
     *,
     steps: int = 200,
     batch: int = 4,
-    rate: float = 4e-3,
+    rate: float = RATE,
     share: float = 0.002,
     reach: float = 0.3,
     every: int = 4,
@@ -50,11 +52,10 @@ def pv_tune(
 ) -> list[float]:
     """Tune a quantized model's grids, norms and codes in place, to predict what a dense one does.
 
-    Minimizes the mean KL(dense || model) over all tokens, end to end. Any format's floating-point
-    grid is tuned (scales, codebooks, but no powers of two, nor scales in 8 bits); activations are
-    not quantized meanwhile. An error or an interrupt leaves the model as it was. Memory, on top of
-    both models, for every weight: the decoded one, its gradient and, with share > 0, its
-    accumulated change.
+    Minimizes the mean KL(dense || model) over all tokens. Any format's floating-point grid is tuned
+    (scales, codebooks, but no powers of two, nor scales in 8 bits); activations are not quantized
+    meanwhile. An error or an interrupt leaves the model as it was. Memory, on top of both models,
+    for every weight: the decoded one, its gradient and, with share > 0, its accumulated change.
 
     Args:
         model: A quantized model.
@@ -63,11 +64,8 @@ def pv_tune(
         steps: Of Adam, of `batch` samples each; the rates fall to zero along a cosine.
         batch: Samples in a step.
         rate: Learning rate of the grids and norms, as a fraction of each tensor's root mean square.
-            On pico 0.004 was better than 0.001, 0.002 and 0.01 for 2-bit codebooks, and than 0.001
-            for int2.
         share: Fraction of each layer's codes that may change at once; 0 leaves them as they are.
-        reach: How far the weights of such a vector move before they are encoded anew, as a fraction
-            of the layer's root mean square.
+        reach: How far such a vector moves to be encoded anew, in the layer's root mean square.
         every: Steps from one change of codes to the next.
         seed: Of the order of the samples.
         show_progress: As in `quantize_`.
@@ -79,6 +77,31 @@ def pv_tune(
         InvalidInput: The model has no quantized layers, an argument is out of range, the data does
             not fit the model, or gradients hold NaN or inf.
     """
+    check_arguments(model, dense, steps, batch, share, every)
+    ids, losses, most = calibration_from(calibration).tokens(dense), [], share
+    others = epochs(len(ids), batch, steps, seed + 1)
+    with (
+        restored_on_error(model),
+        restored_on_error(dense),
+        progress("tuning", steps, show_progress) as done,
+        Tuning(model.eval(), rate, steps) as tuning,
+    ):
+        dense.eval()
+        for number, rows in enumerate(epochs(len(ids), batch, steps, seed)):
+            loss = loss_on(ids[rows], model, dense)()
+            tuning.step(loss, keep=share > 0)
+            if share and number % every == every - 1:
+                check = loss_on(ids[next(others)], model, dense)
+                share = tuning.try_codes(check, share, most, reach)
+            losses.append(loss.item())
+            done(1, f"KL {losses[-1]:.4f}")
+    return losses
+
+
+def check_arguments(
+    model: nn.Module, dense: nn.Module, steps: int, batch: int, share: float, every: int
+) -> None:
+    """InvalidInput where `pv_tune` can do nothing with its arguments."""
     for given in (model, dense):
         check_module(given, "pv_tune")
     if not (0 <= share <= 1 and every >= 1 and batch >= 1 and steps >= 1):
@@ -87,41 +110,14 @@ def pv_tune(
             "more"
         )
     check_tunable(model, share > 0)
-    if not isinstance(calibration, Calibration):
-        calibration = Calibration(calibration)
-    ids = calibration.tokens(dense)
+
+
+def loss_on(ids: Tensor, model: nn.Module, dense: nn.Module) -> Callable[[], Tensor]:
+    """Computes how far a model is from a dense one on some tokens, when it is called."""
     home, other = next(model.parameters()).device, next(dense.parameters()).device
-    losses = []
-    training, most = (model.training, dense.training), share
-    others = epochs(len(ids), batch, steps, seed + 1)
-
-    def sample_of(rows: list[int]) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return ids[rows].to(home), logits_of(dense, ids[rows].to(other)).to(home)
-
-    def loss_on(sample: Tensor, wanted: Tensor) -> Tensor:
-        return divergence(logits_of(model, sample), wanted)
-
-    model.eval(), dense.eval()
-    try:
-        with progress("tuning", steps, show_progress) as done, Tuning(model, rate, steps) as tuning:
-            for number, rows in enumerate(epochs(len(ids), batch, steps, seed)):
-                loss = loss_on(*sample_of(rows))
-                tuning.step(loss, keep=share > 0)
-                if share and number % every == every - 1:
-                    check = sample_of(next(others))
-                    with torch.no_grad():
-                        before = loss_on(*check)
-                        tuning.move_codes(share, reach)
-                        worse = bool(loss_on(*check) >= before)
-                    if worse:
-                        tuning.take_back()
-                    share = share / 2 if worse else min(most, share * 2)
-                losses.append(loss.item())
-                done(1, f"KL {losses[-1]:.4f}")
-    finally:
-        model.train(training[0]), dense.train(training[1])
-    return losses
+    with torch.no_grad():
+        wanted = logits_of(dense, ids.to(other)).to(home)
+    return lambda: divergence(logits_of(model, ids.to(home)), wanted)
 
 
 def check_tunable(model: nn.Module, codes: bool) -> None:
@@ -173,8 +169,8 @@ def tune_block(
 class Tuning:
     """A context in which the quantized layers and norms of a module follow gradients.
 
-    On leaving, the layers are quantized ones again, with what was learned; after an exception, as
-    they were.
+    On leaving, the layers are quantized ones again, with what was learned. After an exception they
+    and the norms are left to `restored_on_error`.
 
     Args:
         module: A model or a block.
@@ -185,11 +181,11 @@ class Tuning:
     def __init__(self, module: nn.Module, rate: float, steps: int):
         self.module, self.rate, self.steps = module, rate, steps
         self.number = 0
-        self.before = {n: m for n, m in module.named_modules() if isinstance(m, QuantLinear)}
-        self.layers = {name: TunedLayer(layer) for name, layer in self.before.items()}
+        layers = [(n, m) for n, m in module.named_modules() if isinstance(m, QuantLinear)]
+        self.layers = {name: TunedLayer(layer) for name, layer in layers}
         self.owners = norms_of(module)
-        self.norms_before = [owner._parameters[name] for owner, name in self.owners]
-        self.norms = [nn.Parameter(p.detach().clone()) for p in self.norms_before if p is not None]
+        before = (owner.get_parameter(name) for owner, name in self.owners)
+        self.norms = [nn.Parameter(p.detach().clone()) for p in before]
         self.units = [rms(p) for p in self.norms]
         self.masters = [
             (p.detach().float() / u).requires_grad_()
@@ -239,27 +235,32 @@ class Tuning:
         for layer in layers:
             layer.refresh()
 
-    def move_codes(self, share: float, reach: float) -> int:
-        """New codes for the vectors that gradients move the most; how many were changed."""
-        return sum(layer.move_codes(share, reach) for layer in self.layers.values())
+    @torch.no_grad()
+    def try_codes(
+        self, loss: Callable[[], Tensor], share: float, most: float, reach: float
+    ) -> float:
+        """New codes for the vectors that gradients move the most, if they lower a loss.
 
-    def take_back(self) -> None:
-        """Undo the last `move_codes`."""
+        Args:
+            loss: Computes it.
+            share: As in `pv_tune`.
+            most: The largest share.
+            reach: As in `pv_tune`.
+
+        Returns:
+            The share to try the next time.
+        """
+        before = loss()
         for layer in self.layers.values():
+            layer.move_codes(share, reach)
+        worse = bool(loss() >= before)
+        for layer in self.layers.values() if worse else ():
             layer.take_back()
+        return share / 2 if worse else min(most, share * 2)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for (owner, name), norm in zip(self.owners, self.norms_before, strict=True):
-            if kind is not None:
-                owner._parameters[name] = norm
-        for name, layer in self.before.items():
-            new = layer if kind is not None else self.layers[name].quantized()
-            self.module.set_submodule(name, new)
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for name, layer in self.layers.items() if kind is None else ():
+            self.module.set_submodule(name, layer.quantized())
 
 
 class TunedLayer(nn.Module):
@@ -383,18 +384,6 @@ class TunedLayer(nn.Module):
         outer = {name: t for name, t in self.around._asdict().items() if t is not None}
         packed = Packed.from_tensors(self.outside, self.shape, inner.tensors() | outer)
         return QuantLinear(packed, self.bias, self.activation, self.dtype, self.keep)
-
-
-def grid_at(fmt: Format, grid: Grid, rows: Tensor, columns: Tensor) -> Grid:
-    """The grid for single vectors of weights, which begin at these rows and columns."""
-    out = {}
-    for name, entry in fmt.entries().items():
-        if entry.table is not None:
-            out[name] = grid[name]
-        else:
-            at = columns // entry.group if entry.group else torch.zeros_like(columns)
-            out[name] = grid[name][rows, at][:, None]
-    return out
 
 
 def norms_of(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -46,18 +46,15 @@ def propagate_both(
             f"gradients=True rounds rows in blocks of {size}, which tiles of {fmt.tile[0]} rows "
             "together with steps of 16 do not divide; use GPTQ without it for this format"
         )
-    groups, units, entries = size // together, k // v, fmt.entries()
-    places = torch.arange(count * size, device=w.device).clamp_(max=n - 1)
-
-    def spread(t: Tensor) -> Tensor:
-        """(N, X) -> (groups, the next rows of each block, X); beyond N they repeat the last."""
-        return t[places].view(count, groups, together, -1).transpose(0, 1).flatten(1, 2)
+    groups, units = size // together, k // v
+    # (groups, the next rows of each block); beyond N they repeat the last.
+    rows = torch.arange(count * size, device=w.device).clamp_(max=n - 1)
+    rows = rows.view(count, groups, together).transpose(0, 1).flatten(1)
 
     def joined(t: Tensor) -> Tensor:
         return t.view(groups, count, together, -1).transpose(0, 1).flatten(0, 2)[:n]
 
-    grids = {name: t if entries[name].table else spread(t) for name, t in grid.items()}
-    target = spread(w[:, order])
+    target = w[:, order][rows]
     seen = target.clone()  # less the errors of columns before
     right = over_diagonal(u, v)
     below = torch.stack([over_diagonal(one, together) for one in factors], 1)
@@ -68,11 +65,7 @@ def propagate_both(
         g = torch.arange(active.start, active.stop, device=w.device)
         c = step - g
         own = g[:, None], slice(None), c[:, None] * v + each
-        here = {}
-        for name, t in grids.items():
-            group = entries[name].group
-            at = columns[c] // group if group else torch.zeros_like(c)
-            here[name] = t if entries[name].table else t[g, :, at].reshape(-1, 1)
+        here = grid_at(fmt, grid, rows[g], columns[c, None])
         part = fmt.encode(seen[own].mT.reshape(-1, v), here)
         rounded = fmt.decode(part, here).view(len(g), -1, v)
         if not step:
@@ -86,6 +79,18 @@ def propagate_both(
     out = torch.empty_like(w)
     out[:, order] = joined(target)
     return joined(codes.flatten(2)).contiguous(), out
+
+
+def grid_at(fmt: Format, grid: Grid, rows: Tensor, columns: Tensor) -> Grid:
+    """The grid for single units of weights, which begin at these rows and columns."""
+    out = {}
+    for name, entry in fmt.entries().items():
+        if entry.table is not None:
+            out[name] = grid[name]
+        else:
+            at = columns // entry.group if entry.group else torch.zeros_like(columns)
+            out[name] = grid[name][rows, at].view(-1, 1)
+    return out
 
 
 def over_diagonal(u: Tensor, size: int) -> Tensor:

@@ -151,6 +151,11 @@ class Calibration:
         return torch.tensor(out, dtype=torch.long)
 
 
+def calibration_from(source: Source | Calibration) -> Calibration:
+    """What may be given as data, as a `Calibration`."""
+    return source if isinstance(source, Calibration) else Calibration(source)
+
+
 def is_endless(source: Any) -> bool:
     """Whether nothing says how much a source holds."""
     return not isinstance(source, str | Path) and length_hint(source, -1) < 0

@@ -35,7 +35,7 @@ from anybit.progress import progress
 from anybit.quantizers.base import Block, Quantizer, quantize_layers
 from anybit.quantizers.calibration.block_runner import BlockRunner
 from anybit.quantizers.calibration.blocks import Blocks, block_lists
-from anybit.quantizers.calibration.data import Calibration
+from anybit.quantizers.calibration.data import Calibration, calibration_from
 from anybit.quantizers.calibration.gradients import Gradients, output_gradients, refuse_gradients
 from anybit.quantizers.calibration.memory import forget_dtypes, on_device, trim_memory
 from anybit.quantizers.calibration.rehearsal import rehearse
@@ -58,7 +58,7 @@ def calibration_of(quantizer: Quantizer) -> Calibration:
             f"{name} needs data to calibrate on: {name}(calibration=['some text', ...]), token "
             "ids, a file of texts, or batches of the model's inputs"
         )
-    return source if isinstance(source, Calibration) else Calibration(source)
+    return calibration_from(source)
 
 
 def calibrate(
