@@ -9,6 +9,8 @@ a number for the whole weight beside them (NVFP4). These are the planes of our o
 elements are moved as they are.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -57,29 +59,13 @@ def float_layer(
     packed = part.find(weight, (*FP8, *BYTES))
     element = FP8.get(packed.torch_dtype, element)
     bits = 1 + sum(element)
-    *rows, size = packed.shape  # GPT-OSS counts the bytes of a group apart
-    if len(packed.shape) == 3:
-        rows, size = rows[:1], packed.shape[1] * packed.shape[2]
-    if len(rows) != 1 or size * 8 % bits or not packed.nbytes:
-        raise InvalidInput(
-            f"{part.name}.{weight}: {packed.shape} is no shape of a weight (N, K) of {bits} bits"
-        )
-    n, k = rows[0], size * 8 // bits
+    name = f"{part.name}.{weight}"
+    n, k = shape_of(packed, bits, name)
     scales = part.find(scale, (*FLOATS, *POWERS, torch.float8_e4m3fn))
     tall, wide = blocks_of(part.name, scales, (n, k), block)
     checked(scales, f"{part.name}.{scale}")
-    one = part.find(number, (torch.float32,)) if number and part.has(number) else None
-    if one is not None:
-        if one.shape not in ((), (1,), (1, 1), (n,), (n, 1)):
-            raise InvalidInput(f"{part.name}.{number}: one number is expected, not {one.shape}")
-        checked(one, f"{part.name}.{number}")
-    if (scales.torch_dtype == torch.float8_e4m3fn) != (one is not None):
-        raise InvalidInput(
-            f"{part.name}: scales of {scales.dtype} {'with' if one else 'without'} a number for "
-            "the whole weight are no layout that anybit knows"
-        )
+    one = number_of(part, number, scales, n)
     fmt = format_of(element, scales, min(wide, k), k, divide)
-    name = f"{part.name}.{weight}"
 
     def whole() -> Tensor:
         """Scales (N, groups)."""
@@ -106,6 +92,30 @@ def float_layer(
         return Layer((n, k), tuple(part.used), None, decode, reason)
     dtypes = {"scale": scales.torch_dtype} if scales.torch_dtype in FLOATS else {}
     return Layer((n, k), tuple(part.used), fmt, read, dtypes=dtypes)
+
+
+def shape_of(packed: Stored, bits: int, name: str) -> tuple[int, int]:
+    """(N, K) of stored elements."""
+    rows, *bytes_of_row = packed.shape or (0,)
+    size = math.prod(bytes_of_row)  # GPT-OSS counts the bytes of a group apart
+    if len(bytes_of_row) not in (1, 2) or size * 8 % bits or not packed.nbytes:
+        raise InvalidInput(f"{name}: {packed.shape} is no shape of a weight (N, K) of {bits} bits")
+    return rows, size * 8 // bits
+
+
+def number_of(part: Part, key: str | None, scales: Stored, rows: int) -> Stored | None:
+    """NVFP4's number for the whole weight, or for each row; None for other scales."""
+    one = part.find(key, (torch.float32,)) if key and part.has(key) else None
+    if one is not None:
+        if one.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+            raise InvalidInput(f"{part.name}.{key}: one number is expected, not {one.shape}")
+        checked(one, f"{part.name}.{key}")
+    if (scales.torch_dtype == torch.float8_e4m3fn) != (one is not None):
+        raise InvalidInput(
+            f"{part.name}: scales of {scales.dtype} {'with' if one else 'without'} a number for "
+            "the whole weight are no layout that anybit knows"
+        )
+    return one
 
 
 def blocks_of(

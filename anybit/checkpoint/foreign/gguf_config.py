@@ -59,11 +59,10 @@ def config_of(contents: Contents) -> dict[str, Any]:
     Raises:
         InvalidInput: The architecture is unknown, or a key is missing or not understood.
     """
-    family, path = family_of(contents), contents.files[0]
+    family = family_of(contents)
     own = Own(contents, family)
     config: dict[str, Any] = {"architectures": [family.kind], "model_type": family.model_type}
     config |= family.fixed
-    keys = COMMON | dict(family.keys)
     own.values["block_count"] = own.layers()
     if family.hybrid:
         config |= settings(own, family)
@@ -75,35 +74,10 @@ def config_of(contents: Contents) -> dict[str, Any]:
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in contents.tensors
     if family.arch == "deepseek2":
         config |= latent(own)
+    keys = COMMON | dict(family.keys)
     config |= {name: own.number(key) for key, name in keys.items() if key in own.values}
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        if not isinstance(config.get(name), int) or config[name] < 1:
-            raise InvalidInput(f"{path}: has no whole number of {name} in its metadata")
-    if keys["attention.layer_norm_rms_epsilon"] not in config:  # which has no default
-        raise InvalidInput(f"{path}: has no attention.layer_norm_rms_epsilon in its metadata")
-    if config["num_hidden_layers"] > len(contents.tensors):
-        raise InvalidInput(
-            f"{path}: {config['num_hidden_layers']} layers in its metadata, and "
-            f"{len(contents.tensors)} tensors"
-        )
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    for name in ("num_key_value_heads", "head_dim"):
-        if not isinstance(config[name], int) or config[name] < 1:
-            raise InvalidInput(f"{path}: {name} is {config[name]!r} in its metadata")
-    if own.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
-        raise InvalidInput(f"{path}: keys and values of different lengths cannot be read")
-    embedding = contents.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
-    config["vocab_size"] = embedding.shape[0]
-    tokens = contents.metadata.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
-        raise InvalidInput(
-            f"{path}: its tokenizer has {len(tokens)} tokens, and token_embd.weight "
-            f"{embedding.shape[0]} rows; the file is damaged or badly made: convert the original "
-            "model again"
-        )
+    sizes(own, config)
+    config["vocab_size"] = vocabulary(contents)
     config["tie_word_embeddings"] = "output.weight" not in contents.tensors
     if family.hybrid or family.model_type in BIASED:
         config["attention_bias"] = own.has("attn_q.bias")
@@ -129,6 +103,39 @@ def config_of(contents: Contents) -> dict[str, Any]:
     own.check_all_known()
     config["dtype"] = dtype_of(contents)
     return config
+
+
+def sizes(own: Own, config: dict[str, Any]) -> None:
+    """Layers, channels and heads: those that are said, checked, and what is by default."""
+    path, tensors = own.path, len(own.contents.tensors)
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise InvalidInput(f"{path}: has no whole number of {name} in its metadata")
+    if "attention.layer_norm_rms_epsilon" not in own.values:  # which has no default
+        raise InvalidInput(f"{path}: has no attention.layer_norm_rms_epsilon in its metadata")
+    if (layers := config["num_hidden_layers"]) > tensors:
+        raise InvalidInput(f"{path}: {layers} layers in its metadata, and {tensors} tensors")
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("num_key_value_heads", "head_dim"):
+        if not isinstance(config[name], int) or config[name] < 1:
+            raise InvalidInput(f"{path}: {name} is {config[name]!r} in its metadata")
+    if own.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
+        raise InvalidInput(f"{path}: keys and values of different lengths cannot be read")
+
+
+def vocabulary(contents: Contents) -> int:
+    """How many tokens the embeddings have; InvalidInput where the tokenizer has more."""
+    path, embedding = contents.files[0], contents.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise InvalidInput(f"{path}: has no token_embd.weight; it is not a language model")
+    rows, tokens = embedding.shape[0], contents.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > rows:
+        raise InvalidInput(
+            f"{path}: its tokenizer has {len(tokens)} tokens, and token_embd.weight {rows} rows; "
+            "the file is damaged or badly made: convert the original model again"
+        )
+    return rows
 
 
 def rope(own: Own, config: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from anybit.checkpoint.foreign.base import (
 )
 from anybit.checkpoint.foreign.bitfields import unpack
 from anybit.errors import InvalidInput
+from anybit.files.safetensors import Stored
 
 BITS = (2, 3, 4, 8)
 
@@ -69,24 +70,13 @@ def layer(
     """
     qweight = part.find("qweight", (torch.int32,), (ANY, ANY))
     scales = part.find("scales", FLOATS, (ANY, ANY))
-    g_idx = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
-    if g_idx is not None and g_idx.shape == (0,):  # written for none by some tools
-        g_idx = None
-    if act_order and g_idx is None and scales.shape[0] > 1:
-        raise InvalidInput(
-            f"{part.name}: desc_act is set, but without g_idx nothing tells which of the "
-            f"{scales.shape[0]} groups a column belongs to"
-        )
+    groups, n = scales.shape[0], qweight.shape[1]
+    g_idx = groups_of_columns(part, groups if act_order else 0)
     if varied and g_idx is not None and len(g_idx.shape) == 1:
         bits = qweight.shape[0] * 32 // g_idx.shape[0]
-    k, groups, n = qweight.shape[0] * 32 // bits, scales.shape[0], qweight.shape[1]
-    if (
-        bits not in BITS
-        or not groups
-        or k % groups
-        or k * bits != qweight.shape[0] * 32
-        or (g_idx is not None and g_idx.shape != (k,))
-    ):
+    k = qweight.shape[0] * 32 // bits
+    fit = k * bits == qweight.shape[0] * 32 and (g_idx is None or g_idx.shape == (k,))
+    if bits not in BITS or not groups or k % groups or not fit:
         raise InvalidInput(
             f"{part.name}: qweight {qweight.shape}, scales {scales.shape} and g_idx "
             f"{g_idx and g_idx.shape} do not fit each other in {bits} bits"
@@ -99,14 +89,8 @@ def layer(
 
     zeros = zero()
     middle = symmetric(zeros, bits)
-    beside = 2 ** (bits - 1) + (1 if first_version else -1)
-    if other and bool((zeros == beside).all()):
-        stored = "less 1" if first_version else "as they are"
-        raise InvalidInput(
-            f"{part.name}: config.json says sym: true, and that zero points are stored {stored}, "
-            f"by which they are {beside} and not {2 ** (bits - 1)}; the file is of the other "
-            f"version: put {other} into its quantization_config"
-        )
+    if other:
+        check_version(part.name, zeros, bits, first_version, other)
     found = uniform(
         part,
         (n, k),
@@ -120,6 +104,36 @@ def layer(
     )
     unlike = "config.json says sym: true, but its zero points are not the middle; they are kept"
     return replace(found, note=unlike) if other and not middle else found
+
+
+def groups_of_columns(part: Part, needed: int) -> Stored | None:
+    """The group of each column, where it is stored.
+
+    Raises:
+        InvalidInput: It is not, and columns are sorted by `needed` groups.
+    """
+    found = part.find("g_idx", (torch.int32, torch.int64)) if part.has("g_idx") else None
+    if found is not None and found.shape != (0,):  # written for none by some tools
+        return found
+    if needed > 1:
+        raise InvalidInput(
+            f"{part.name}: desc_act is set, but without g_idx nothing tells which of the "
+            f"{needed} groups a column belongs to"
+        )
+    return None
+
+
+def check_version(name: str, zeros: Tensor, bits: int, first_version: bool, other: str) -> None:
+    """InvalidInput where zero points would be the middle of the codes if stored the other way."""
+    middle = 2 ** (bits - 1)
+    beside = middle + (1 if first_version else -1)
+    if (zeros == beside).all():
+        stored = "less 1" if first_version else "as they are"
+        raise InvalidInput(
+            f"{name}: config.json says sym: true, and that zero points are stored {stored}, "
+            f"by which they are {beside} and not {middle}; the file is of the other "
+            f"version: put {other} into its quantization_config"
+        )
 
 
 def zero_points(words: Tensor, bits: int, n: int, first_version: bool) -> Tensor:

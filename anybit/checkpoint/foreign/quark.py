@@ -41,6 +41,7 @@ ELEMENTS = {
     "fp8_e5m2": (5, 2),
 }
 INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
+AXES = {"per_group": (1, -1), "per_channel": (0,), "per_tensor": ()}  # that scales run along
 PER_TOKEN = {"int8": "int8", "fp8_e4m3": "fp8"}
 
 
@@ -109,12 +110,9 @@ def whole_numbers(part: Part, weights: Mapping[str, Any], dtype: str, reordered:
     """A layer of integers."""
     what = f"quark: {part.name}"
     bits, signed = INTEGERS[dtype], dtype.startswith("int")
-    schemes = ("per_group", "per_channel", "per_tensor")
-    scheme = option(weights, "qscheme", schemes, what, required=True)
-    if scheme == "per_channel":
-        option(weights, "ch_axis", (0,), what)
-    if scheme == "per_group":
-        option(weights, "ch_axis", (1, -1), what)
+    scheme = option(weights, "qscheme", tuple(AXES), what, required=True)
+    if AXES[scheme]:
+        option(weights, "ch_axis", AXES[scheme], what)
     word = torch.int32 if bits == 4 else torch.int8 if signed else torch.uint8
     each = 8 if bits == 4 else 1
     data = part.find("weight", (word,), (ANY, ANY))
@@ -139,9 +137,8 @@ def whole_numbers(part: Part, weights: Mapping[str, Any], dtype: str, reordered:
     if part.has("weight_zero_point"):
         zeros = part.find("weight_zero_point", (torch.int32, torch.int8, torch.uint8))
         alone = zeros.shape in ((), (1,)) and n * groups > 1
-        if not alone and (
-            zeros.torch_dtype != word or zeros.shape not in packings(n, groups, each)
-        ):
+        fits = zeros.torch_dtype == word and zeros.shape in packings(n, groups, each)
+        if not (alone or fits):
             raise InvalidInput(
                 f"{what}.weight_zero_point: {zeros.dtype} of {zeros.shape} do not fit {(n, groups)}"
             )
