@@ -41,27 +41,58 @@ class Conversion:
     Attributes:
         converter: transformers' WeightConverter.
         first: The model's name for the first of the tensors that it makes.
-        sources: The stored tensors, by the converter's patterns.
-        model: On the meta device.
+        sources: The stored tensors by name, by each of the converter's patterns.
+        names: Of the model.
     """
 
     converter: Any
     first: str
-    sources: Mapping[str, list[Stored]]
-    model: Any
+    sources: Mapping[str, dict[str, Stored]]
+    names: Names
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """The stored tensors by name."""
+        return {name: t for tensors in self.sources.values() for name, t in tensors.items()}
 
     @property
     def one(self) -> Stored:
         """The first of the stored tensors."""
-        return next(iter(self.sources.values()))[0]
+        return next(iter(self.stored.values()))
+
+    @property
+    def patterns(self) -> str:
+        """What the stored tensors are named like."""
+        return ", ".join(pattern for pattern, tensors in self.sources.items() if tensors)
+
+    @property
+    def targets(self) -> list[str]:
+        """The model's names for all tensors that it makes."""
+        return targets_of(self.first, self.converter, self.names.state)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that it needs is stored; of a merge, every expert."""
+        counts = {len(tensors) for tensors in self.sources.values()}
+        wanted = {len(self.names.state[self.first])} if is_merge(self.converter) else counts
+        return all(counts) and counts == wanted
+
+    def experts(self, layout: ExpertLayout) -> dict[str, Stored]:
+        """Of a merge: the tensors of single experts, by their names in the model."""
+        of, _, tensor = self.first.rpartition(".")
+        return {
+            f"{of}.{e}.{key}.weight": one
+            for key, tensors in zip(layout.layers[tensor], self.sources.values(), strict=True)
+            for e, one in enumerate(tensors.values())
+        }
 
 
 @lru_cache(maxsize=1)  # q, k and v are made of one tensor, and asked for one after the other
 def convert(conversion: Conversion) -> dict[str, Tensor]:
     """Read, and make the model's tensors."""
-    converter, model = copy.deepcopy(conversion.converter), conversion.model
+    converter, model = copy.deepcopy(conversion.converter), conversion.names.model
     for pattern, tensors in conversion.sources.items():
-        for tensor in tensors:
+        for tensor in tensors.values():
             converter.add_tensor(conversion.first, pattern, pattern, tensor.read())
     try:
         with probing():
@@ -69,7 +100,7 @@ def convert(conversion: Conversion) -> dict[str, Tensor]:
     except Exception as error:  # transformers skips what it cannot make
         raise InvalidInput(
             f"{conversion.one.file}: transformers cannot make {conversion.first} of "
-            f"{', '.join(conversion.sources)}: {in_a_line(error)}"
+            f"{conversion.patterns}: {in_a_line(error)}"
         ) from error
     return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
@@ -124,7 +155,7 @@ def made(conversion: Conversion, name: str, shape: tuple[int, ...]) -> Made:
         if found is None or tuple(found.shape) != shape:
             other = "nothing" if found is None else tuple(found.shape)
             raise InvalidInput(
-                f"{one.file}: transformers makes {other} of {', '.join(conversion.sources)}, "
+                f"{one.file}: transformers makes {other} of {conversion.patterns}, "
                 f"where {name} has shape {shape}"
             )
         return found
@@ -254,66 +285,45 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
     names = Names(model)
     fused = names.fused
     experts = {f"{n}.{key}": m for n, m in fused.items() for key in known_layout(m).tensors}
-    apart = {n for n, m in fused.items() if any(wanted(f"{n}.{x}.weight") for x in layers_of(m))}
-    out: dict[str, Tensors] = {}
-    in_model: dict[str, str] = {}
-    joint: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    covered, unexpected = set[str](), list[str]()
-
-    def place(layers: Mapping[str, Tensors]) -> None:
-        for layer, tensor in layers.items():
-            name = names.stored(layer)
-            out[name], in_model[name] = tensor, layer
-
+    split = {n for n, m in fused.items() if any(wanted(f"{n}.{x}.weight") for x in layers_of(m))}
+    apart = {tensor for tensor in experts if tensor.rpartition(".")[0] in split}
+    out, in_model, joint = dict[str, Tensors](), dict[str, str](), dict[str, Conversion]()
+    covered, unexpected, cuts = set[str](), list[str](), dict[str, Tensors]()
     for name in sorted(stored, key=natural):
         found, converter, pattern = names.in_model(name)
+        covered |= {found} if converter is None else set()
         if found not in names.state:
             unexpected.append(name)
             out[name] = stored[name]
         elif converter is not None:
-            joint.setdefault(found, (converter, {}))[1].setdefault(pattern, []).append(name)
+            sources = {known: dict[str, Stored]() for known in converter.source_patterns}
+            conversion = joint.setdefault(found, Conversion(converter, found, sources, names))
+            conversion.sources[pattern][name] = stored[name]
+        elif found in apart:
+            cuts |= cut(found, stored[name], experts[found])
         else:
-            covered.add(found)
-            if found in experts and found.rpartition(".")[0] in apart:
-                place(cut(found, stored[name], experts[found]))
-            else:
-                out[name], in_model[name] = stored[name], found
-    for first, (converter, given) in joint.items():
-        order = [pattern for pattern in converter.source_patterns if pattern in given]
-        sources = {pattern: [stored[name] for name in given[pattern]] for pattern in order}
-        targets = targets_of(first, converter, names.state)
-        merged, counts = is_merge(converter), {len(tensors) for tensors in sources.values()}
-        whole = len(order) == len(converter.source_patterns)
-        whole = whole and (not merged or counts == {len(names.state[first])})
-        if whole:
-            covered |= set(targets)
-        if first in experts and merged and whole:
-            of, _, tensor = first.rpartition(".")
-            keys = known_layout(experts[first]).layers[tensor]
-            place(
-                {
-                    f"{of}.{e}.{key}.weight": one
-                    for key, tensors in zip(keys, sources.values(), strict=True)
-                    for e, one in enumerate(tensors)
-                }
-            )
-            continue
-        if first in experts and merged:  # of a quantized model: some experts are codes
-            own = {name: stored[name] for each in given.values() for name in each}
+            out[name], in_model[name] = stored[name], found
+    for first, conversion in joint.items():
+        own, targets = conversion.stored, conversion.targets
+        covered |= {*targets} if conversion.whole else set()
+        each = {t: made(conversion, t, tuple(names.state[t].shape)) for t in targets}
+        merged = first in experts and is_merge(conversion.converter)
+        if merged and conversion.whole:
+            cuts |= conversion.experts(known_layout(experts[first]))
+        elif merged:  # of a quantized model: some experts are codes
             out |= own
             in_model |= {name: names.renamed(name) for name in own}
-            continue
-        conversion = Conversion(converter, first, sources, model)
-        each = {t: made(conversion, t, tuple(names.state[t].shape)) for t in targets}
-        if any(target.rpartition(".")[0] in apart for target in targets):
+        elif apart.intersection(targets):
             for target, one in each.items():  # of text and of images, say
-                split = target.rpartition(".")[0] in apart
-                place(cut(target, one, experts[target]) if split else {target: one})
+                cuts |= cut(target, one, experts[target]) if target in apart else {target: one}
         elif any(wanted(target) for target in targets):
             out |= each
             in_model |= {target: target for target in targets}
         else:
-            out |= {name: stored[name] for own in given.values() for name in own}
+            out |= own
+    for own_name, tensor in cuts.items():
+        name = names.stored(own_name)
+        out[name], in_model[name] = tensor, own_name
     ignored = ignored_unexpected(model)
     return Layout(
         stored=dict(sorted(out.items(), key=lambda item: (item[1].file, item[1].start))),

@@ -19,6 +19,7 @@ from anybit.checkpoint.architecture import (
 )
 from anybit.checkpoint.foreign.ready import dense_directory
 from anybit.checkpoint.layout import (
+    Layout,
     Tensors,
     check_fit,
     check_missing,
@@ -245,13 +246,9 @@ def plan_quantization(
         InvalidInput: The source is damaged or quantized already, the plan does not fit its
             layers, or its tensors do not fit its config.json.
     """
-    config, stated = (
-        dense_config(source),
-        stated_quantization(source, read_json(source / "config.json")),
-    )
+    config = dense_config(source)
     model, tensors = bare_model(source), stored_tensors(source)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     planned, formats = quantized_plan(outline_of(model), spec, quantizer)
     heads, sharing = untied_heads(model, planned), sharing_heads(model, planned)
     given: dict[str, Stored] = dict(tensors)
@@ -261,48 +258,68 @@ def plan_quantization(
         given |= heads_of_their_own(tensors, model, heads)
         untie(model.config)
         model = empty_model(source, type(model), model.config)
-    layers, experts = linear_schemes(model, formats), expert_layers(model)
+    layers = linear_schemes(model, formats)
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     twice = {f"{head}.weight": f"{words} has its weight" for head, words in sharing.items()}
     dropped = {name: twice[own] for name, own in found.names.items() if own in twice}
     found = found.without(twice)
-    check_missing(source, found.missing, found.unexpected)
-    check_fit(source, found.names, found.stored, model.state_dict())
-    if found.unexpected and stated:  # what lies beside weights that are codes
-        raise quantized_already(source, stated)
-    tell_strange(source, [*found.unexpected])
-    stored, where = dict(found.stored), {name: key for key, name in found.names.items()}
-    words, schemes = embedding_layers(model), {}
-    shapes = dense_layers(model) | words
-    for layer, scheme in layers.items():
-        if layer in sharing:
-            continue
-        name, shape = where[f"{layer}.weight"], tuple(shapes[layer])
-        if layer not in experts and is_conv1d(model.get_submodule(layer)):
-            stored[name] = transposed(stored[name])
-        one = stored[name]
-        if one.shape != shape or one.torch_dtype not in WEIGHT_DTYPES:
-            raise InvalidInput(
-                f"{name}: config.json asks for floats of shape {shape}, {one.file.name} "
-                f"holds {one.dtype} of {one.shape}"
-            )
-        schemes[name] = scheme
+    check_layout(source, found, model)
+    where = {name.removesuffix(".weight"): key for key, name in found.names.items()}
+    coded = {layer: where[layer] for layer in layers if layer not in sharing}
     settings = {"formats": [*map(list, formats.items())], "quantizer": repr(quantizer)}
     return Quantization(
-        stored=stored,
+        stored={**found.stored, **weights_of(model, coded, found.stored)},
         config=config,
         shards=into_shards(found.stored, {}, (), shard_bytes),
         manifest=manifest_of(source, tensors, shard_bytes, **settings),
         quantizer=quantizer,
         formats=formats,
-        schemes=schemes,
+        schemes={name: layers[layer] for layer, name in coded.items()},
         names=found.names,
         unexpected=found.unexpected,
         model=model,
         heads=heads,
-        embeddings=frozenset(where[f"{name}.weight"] for name in words.keys() & layers.keys()),
+        embeddings=frozenset(where[name] for name in embedding_layers(model).keys() & layers),
         dropped=dropped,
     )
+
+
+def check_layout(source: Path, found: Layout, model: Any) -> None:
+    """InvalidInput where tensors are not those of a dense model; a warning of those it leaves."""
+    check_missing(source, found.missing, found.unexpected)
+    check_fit(source, found.names, found.stored, model.state_dict())
+    stated = stated_quantization(source, read_json(source / "config.json"))
+    if found.unexpected and stated:  # what lies beside weights that are codes
+        raise quantized_already(source, stated)
+    tell_strange(source, [*found.unexpected])
+
+
+def weights_of(
+    model: Any, layers: Mapping[str, str], stored: Mapping[str, Tensors]
+) -> dict[str, Tensors]:
+    """Weights (N, K) of layers to quantize, by their names in the checkpoint.
+
+    Args:
+        model: On the meta device.
+        layers: Those names, by the layers'.
+        stored: The checkpoint's tensors.
+
+    Raises:
+        InvalidInput: One is not what the model's config.json says.
+    """
+    out, experts = {}, expert_layers(model)
+    shapes = dense_layers(model) | embedding_layers(model)
+    for layer, name in layers.items():
+        one, shape = stored[name], tuple(shapes[layer])
+        if layer not in experts and is_conv1d(model.get_submodule(layer)):
+            one = transposed(one)
+        if one.shape != shape or one.torch_dtype not in WEIGHT_DTYPES:
+            raise InvalidInput(
+                f"{name}: config.json asks for floats of shape {shape}, {one.file.name} "
+                f"holds {one.dtype} of {one.shape}"
+            )
+        out[name] = one
+    return out
 
 
 def heads_of_their_own(

@@ -66,6 +66,11 @@ class Layer:
         """The format and the activation; None where there is no format."""
         return scheme_name(self.format, self.activation) if self.format else None
 
+    def dense(self) -> Tensor:
+        """The weight, read and decoded."""
+        weight = self.read()
+        return weight.dequantize() if isinstance(weight, Packed) else weight
+
 
 def of_attention(name: str) -> bool:
     """Whether a tensor says how a tool rounds attention or its cache, and nothing about weights."""
@@ -74,12 +79,7 @@ def of_attention(name: str) -> bool:
 
 def decoded(layer: Layer, reason: str) -> Layer:
     """The layer without a format, for a reason."""
-
-    def read() -> Tensor:
-        weight = layer.read()
-        return weight.dequantize() if isinstance(weight, Packed) else weight
-
-    return replace(layer, format=None, read=read, reason=reason, dtypes={}, activation=None)
+    return replace(layer, format=None, read=layer.dense, reason=reason, dtypes={}, activation=None)
 
 
 class Part:

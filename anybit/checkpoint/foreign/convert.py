@@ -24,7 +24,7 @@ from anybit.checkpoint.architecture import QUANTIZATION_KEYS, bare_model
 from anybit.checkpoint.foreign import mlx
 from anybit.checkpoint.foreign.base import OF_CACHE, Given, Layer, of_attention, owner
 from anybit.checkpoint.foreign.dense_experts import as_transformers_reads
-from anybit.checkpoint.foreign.fit import OTHERS, fitted, lost_tensors, rounded_to
+from anybit.checkpoint.foreign.fit import OTHERS, fit_all, lost_tensors, rounded_to
 from anybit.checkpoint.foreign.gguf_file import is_gguf, read_model
 from anybit.checkpoint.foreign.gguf_model import Made, open_model, write_tokenizer
 from anybit.checkpoint.foreign.methods import method_of, reader_of
@@ -309,11 +309,7 @@ def opened(source: Path) -> Iterator[Opened]:
 
 
 def plan_conversion(
-    found: Opened,
-    shard_bytes: int,
-    to: Spec | Plan | None = None,
-    *,
-    for_transformers: bool = True,
+    found: Opened, shard_bytes: int, to: Spec | Plan | None = None, *, for_transformers: bool = True
 ) -> Conversion:
     """Decide everything by headers, config.json and small tensors, before any weight is read.
 
@@ -323,91 +319,76 @@ def plan_conversion(
         to: As in `convert_checkpoint`.
         for_transformers: Whether what transformers would make of a layer, or lack, counts.
     """
-    source, stored, config, model = found.source, found.stored, found.config, found.model
-    method, layers = found.method, dict(found.layers)
-    unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
-    dense = [name for name in stored if name not in unit_of]
+    source, stored, model, names = found.source, found.stored, found.model, found.names
+    dense = beside(found.layers, stored)
     weights = {name.removesuffix(".weight") for name in dense if name.endswith(".weight")}
-    where = places(found.names, layers.keys() | weights)
+    where = places(names, found.layers.keys() | weights)
     model_name = {where.get(name, Place(name, name)): name for name, _ in model.named_modules()}
-    module_of = {place.stored: model.get_submodule(name) for place, name in model_name.items()}
-    dropped = {
-        name: OF_CACHE
-        for name in stored
-        if of_attention(name) and found.names.in_model(name)[0] not in found.names.state
-    }
     own_name = {place.stored: name for place, name in model_name.items()}
-    embeddings = embedding_layers(model)
-    schemes = rounded_to(to, {name: own_name.get(name) for name in layers}, embeddings)
-    for name, layer in layers.items():
-        scheme, by_name = schemes.get(name, (None, False))
-        layers[name] = fitted(
-            name, layer, module_of.get(name), found.names, scheme, for_transformers
-        )
-        if by_name and layers[name].scheme != scheme:
-            raise InvalidInput(
-                f"{name} cannot be rounded to {scheme}, since it becomes dense here: "
-                f"{layers[name].reason}; leave it out"
-            )
-    dropped |= zero_biases(found, module_of)
-    dtype = dense_dtype(config, (stored[name] for name in dense))
+    module_of = {key: model.get_submodule(name) for key, name in own_name.items()}
+    schemes = rounded_to(to, {n: own_name.get(n) for n in found.layers}, embedding_layers(model))
+    layers = fit_all(found.layers, module_of, names, schemes, for_transformers)
+    dropped = needless(found, module_of)
+    dtype = dense_dtype(found.config, (stored[name] for name in dense))
     check_owners(found, dropped)
     decoded = {name: layer.reason for name, layer in layers.items() if layer.format is None}
     if for_transformers:
-        stored, layers = as_transformers_reads(found.names, own_name, stored, layers, dtype)
-        unit_of = {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
-        dense = [name for name in stored if name not in unit_of]
-    heads = tied_heads(model)
+        stored, layers = as_transformers_reads(names, own_name, stored, layers, dtype)
     of_model = {name: layers.get(place.stored) for place, name in model_name.items()}
-    for head, own in heads.items():  # which share the embeddings' codes
+    for head, own in tied_heads(model).items():  # which share the embeddings' codes
         of_model[head] = of_model.get(head) or of_model[own]
-    coded = [name for name, layer in of_model.items() if layer]
+    kinds = {name: layer.scheme for name, layer in of_model.items() if layer}
     others = [
-        name
-        for name, layer in layers.items()
-        if layer.reason == OTHERS or (layer.format is None and name not in found.layers)
+        n for n, x in layers.items() if x.reason == OTHERS or not (x.format or n in found.layers)
     ]
-    unexpected = tuple(name for name in layers if name not in module_of and name not in others)
-    kept = [name for name in dense if name not in dropped]
-    tell_strange(source, [name for name in kept if strays(found.names, name)])
-    check_fit(source, as_they_are(found.names, kept), stored, found.names.state)
+    unexpected = tuple(name for name in layers if name not in own_name and name not in others)
+    kept = [name for name in beside(layers, stored) if name not in dropped]
+    tell_strange(source, [name for name in kept if strays(names, name)])
+    check_fit(source, as_they_are(names, kept), stored, names.state)
     kept += [f"{name}.weight" for name in others]
     if for_transformers:
-        check_missing(source, lost_tensors(found.names, model, kept, coded, unexpected), unexpected)
-    kinds = {name: layer.scheme for name, layer in of_model.items() if layer}
-    if found.names.model.has_own_head or untied_heads(model, kinds):
-        config = untied_config(config)
-    words = {n for place, name in model_name.items() if name in embeddings for n in place}
-    every = layers | {
-        place.saved: of_model[name]
-        for place, name in model_name.items()
-        if name in embeddings or is_linear(module_of[place.stored])
-    }
-    formats = plan_for(every, words)
-    settings = {"convert": method, "formats": [*map(list, formats.items())]}
+        check_missing(source, lost_tensors(names, model, kept, kinds, unexpected), unexpected)
+    untied = names.model.has_own_head or untied_heads(model, kinds)
+    formats = plan_for(model, model_name, layers, of_model)
+    settings = {"convert": found.method, "formats": [*map(list, formats.items())]}
     return Conversion(
         stored=stored,
-        config=config,
+        config=untied_config(found.config) if untied else found.config,
         formats=formats,
-        shards=into_shards(stored, unit_of, dropped, shard_bytes),
+        shards=into_shards(stored, owners(layers), dropped, shard_bytes),
         manifest=manifest_of(source, stored, shard_bytes, **settings),
         unexpected=unexpected,
-        method=method,
+        method=found.method,
         layers=layers,
         dense=dtype,
         dropped={**dropped, **found.left},
         decoded=decoded,
-        placed=not without_place(found.names, unexpected),
+        placed=not without_place(names, unexpected),
     )
 
 
-def zero_biases(found: Opened, module_of: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Biases of quantized layers that the model lacks, and why they are left out.
+def owners(layers: Mapping[str, Layer]) -> dict[str, str]:
+    """Quantized layers by the names of their tensors."""
+    return {tensor: name for name, layer in layers.items() for tensor in layer.tensors}
+
+
+def beside(layers: Mapping[str, Layer], stored: Iterable[str]) -> list[str]:
+    """Stored tensors that are no quantized layer's."""
+    owned = owners(layers)
+    return [name for name in stored if name not in owned]
+
+
+def needless(found: Opened, module_of: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Tensors for attention, and biases of zeros, that the model lacks, and why they are left out.
 
     Raises:
-        InvalidInput: One is not zero.
+        InvalidInput: Such a bias is not zero.
     """
-    out = dict[str, str]()
+    out = {
+        name: OF_CACHE
+        for name in found.stored
+        if of_attention(name) and found.names.in_model(name)[0] not in found.names.state
+    }
     for name in (f"{layer}.bias" for layer in found.layers):
         bias, module = found.stored.get(name), module_of.get(name.removesuffix(".bias"))
         if bias is not None and isinstance(module, nn.Linear) and module.bias is None:
@@ -419,10 +400,10 @@ def zero_biases(found: Opened, module_of: Mapping[str, nn.Module]) -> dict[str, 
 
 def check_owners(found: Opened, dropped: Container[str]) -> None:
     """InvalidInput for tensors that look like a quantized layer's, and are no known layer's."""
-    owned = {tensor for layer in found.layers.values() for tensor in layer.tensors}
-    for name, tensor in found.stored.items():
-        if name in owned or name in dropped:
+    for name in beside(found.layers, found.stored):
+        if name in dropped:
             continue
+        tensor = found.stored[name]
         packed = tensor.torch_dtype in PACKED and len(tensor.shape) > 1
         if tensor.torch_dtype in CODES or (packed and strays(found.names, name)):
             raise InvalidInput(
@@ -477,11 +458,28 @@ def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> t
 
 
 def plan_for(
-    layers: Mapping[str, Layer | None], embeddings: Container[str]
+    model: nn.Module,
+    places: Mapping[Place, str],
+    layers: Mapping[str, Layer],
+    of_model: Mapping[str, Layer | None],
 ) -> dict[str, str | None]:
-    """A short plan that gives every layer its scheme: the commonest for "*", then the others."""
-    schemes = {name: layer.scheme if layer else None for name, layer in layers.items()}
-    named = {name for name in schemes if is_head(name) or name in embeddings}  # "*" is not theirs
+    """A short plan that gives every layer its scheme: the commonest for "*", then the others.
+
+    Args:
+        model: Its experts one by one.
+        places: The model's names of its modules.
+        layers: The quantized layers by their names in the checkpoint.
+        of_model: The same by the model's.
+    """
+    embeddings = embedding_layers(model)
+    every = layers | {
+        place.saved: of_model[name]
+        for place, name in places.items()
+        if name in embeddings or is_linear(model.get_submodule(name))
+    }
+    schemes = {name: layer.scheme if layer else None for name, layer in every.items()}
+    words = {n for place, name in places.items() if name in embeddings for n in place}
+    named = {name for name in schemes if is_head(name) or name in words}  # "*" is not theirs
     counts = Counter(s for name, s in schemes.items() if s and name not in named)
     common = counts.most_common(1)[0][0] if counts else None
     rest = {n: s for n, s in sorted(schemes.items()) if s != (None if n in named else common)}

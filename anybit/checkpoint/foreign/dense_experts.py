@@ -15,7 +15,6 @@ from torch import Tensor
 from anybit.checkpoint.foreign.base import Layer
 from anybit.checkpoint.names import Names, is_merge, known_layout
 from anybit.checkpoint.rewrite import Source
-from anybit.core.packed import Packed
 from anybit.nn.experts import layers_of
 
 
@@ -47,9 +46,7 @@ class Decoded:
     torch_dtype: torch.dtype
 
     def read(self) -> Tensor:
-        weight = self.layer.read()
-        dense = weight.dequantize() if isinstance(weight, Packed) else weight
-        return dense.to(self.torch_dtype)
+        return self.layer.dense().to(self.torch_dtype)
 
 
 @dataclass(frozen=True)

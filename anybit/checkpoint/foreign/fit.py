@@ -21,6 +21,37 @@ from anybit.quantizers.rtn import RTN
 OTHERS = "transformers makes weights of other layers of it"
 
 
+def fit_all(
+    layers: Mapping[str, Layer],
+    module_of: Mapping[str, nn.Module],
+    names: Names,
+    schemes: Mapping[str, tuple[str, bool]],
+    for_transformers: bool,
+) -> dict[str, Layer]:
+    """Layers as their places in the model need them.
+
+    Args:
+        layers: As they are stored, by their names in the checkpoint.
+        module_of: The model's modules by those names.
+        names: Of the model.
+        schemes: What layers are rounded to, of `rounded_to`.
+        for_transformers: As in `plan_conversion`.
+
+    Raises:
+        InvalidInput: One does not fit, or is to be rounded by its name and becomes dense.
+    """
+    out = {}
+    for name, layer in layers.items():
+        scheme, by_name = schemes.get(name, (None, False))
+        out[name] = fitted(name, layer, module_of.get(name), names, scheme, for_transformers)
+        if by_name and out[name].scheme != scheme:
+            raise InvalidInput(
+                f"{name} cannot be rounded to {scheme}, since it becomes dense here: "
+                f"{out[name].reason}; leave it out"
+            )
+    return out
+
+
 def fitted(
     name: str,
     layer: Layer,
@@ -142,9 +173,7 @@ def rounded(name: str, layer: Layer, to: str) -> Layer:
         raise InvalidInput(f"{name}: {error}") from None
 
     def read() -> Packed:
-        weight = layer.read()
-        dense = weight.dequantize() if isinstance(weight, Packed) else weight
-        return quantize_weight(RTN(), dense, fmt)
+        return quantize_weight(RTN(), layer.dense(), fmt)
 
     return replace(layer, format=fmt, read=read, dtypes={}, activation=activation, note="")
 
