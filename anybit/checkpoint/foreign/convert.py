@@ -349,7 +349,7 @@ def plan_conversion(
     if for_transformers:
         check_missing(source, lost_tensors(names, model, kept, kinds, unexpected), unexpected)
     untied = names.model.has_own_head or untied_heads(model, kinds)
-    formats = plan_for(model, model_name, layers, of_model)
+    formats = plan_for(model, model_name, layers, kinds)
     settings = {"convert": found.method, "formats": [*map(list, formats.items())]}
     return Conversion(
         stored=stored,
@@ -461,7 +461,7 @@ def plan_for(
     model: nn.Module,
     places: Mapping[Place, str],
     layers: Mapping[str, Layer],
-    of_model: Mapping[str, Layer | None],
+    kinds: Mapping[str, str | None],
 ) -> dict[str, str | None]:
     """A short plan that gives every layer its scheme: the commonest for "*", then the others.
 
@@ -469,15 +469,15 @@ def plan_for(
         model: Its experts one by one.
         places: The model's names of its modules.
         layers: The quantized layers by their names in the checkpoint.
-        of_model: The same by the model's.
+        kinds: Their schemes by the model's.
     """
     embeddings = embedding_layers(model)
-    every = layers | {
-        place.saved: of_model[name]
+    schemes = {name: layer.scheme for name, layer in layers.items()}
+    schemes |= {
+        place.saved: kinds.get(name)
         for place, name in places.items()
         if name in embeddings or is_linear(model.get_submodule(name))
     }
-    schemes = {name: layer.scheme if layer else None for name, layer in every.items()}
     words = {n for place, name in places.items() if name in embeddings for n in place}
     named = {name for name in schemes if is_head(name) or name in words}  # "*" is not theirs
     counts = Counter(s for name, s in schemes.items() if s and name not in named)
