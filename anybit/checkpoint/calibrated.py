@@ -8,8 +8,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,27 +94,20 @@ def calibrate_checkpoint(
         check_space(partial, work.needed(list(work.shards)))
         tensors = {name: work.stored[key] for key, name in work.names.items()}
         stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
-        with unfinished(partial) as resumed:
-            at_work = dataclasses.replace(calibration, work=partial)
-            calibrate(model, schemes, quantizer, at_work, stored)
+        calibration = dataclasses.replace(calibration, work=partial)
+        resumed = len(list(partial.glob("block_*.safetensors")))
+        try:
+            calibrate(model, schemes, quantizer, calibration, stored)
+        except BaseException as error:
+            refused = isinstance(error, InvalidInput) and not resumed  # as it would be again
+            if refused or not any(partial.glob("block_*")):  # nothing to go on from
+                shutil.rmtree(partial)
+            raise
         finish(partial, source, work, model, prefix)
         write_card(partial, str(source), work.quantized, described(quantizer))
         move_directory(partial, out)
         (out / SETTINGS).unlink()
     return report_of(work, out, resumed, started)
-
-
-@contextmanager
-def unfinished(partial: Path) -> Iterator[int]:
-    """How many blocks an earlier run has finished; an error leaves what a run can go on from."""
-    resumed = len(list(partial.glob("block_*.safetensors")))
-    try:
-        yield resumed
-    except BaseException as error:
-        refused = isinstance(error, InvalidInput) and not resumed  # as it would be again
-        if refused or not any(partial.glob("block_*")):
-            shutil.rmtree(partial)
-        raise
 
 
 def described(quantizer: Quantizer) -> str:

@@ -1,6 +1,6 @@
 """Empty layers in the place of a model's own, which a checkpoint's tensors will fill."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -78,21 +78,15 @@ def swap_for_stored(
         if name in fused and own in layers:  # transformers' table would merge what is not codes
             ends = [f".{key}" for key in ("weight", "bias") if f"{own}.{key}" in stored]
             names |= {own + end: name + end for end in ends}
-    check_experts(table, coded - placed)
-    return out, names
-
-
-def check_experts(table: Names, layers: Iterable[str]) -> None:
-    """InvalidInput where some of the layers without a place in a model are its blocks' experts.
-
-    transformers would initialize those at random, with no more than a warning.
-    """
-    if experts := without_place(table, layers):
+    if experts := without_place(
+        table, coded - placed
+    ):  # else they would be initialized at random, with no more than a warning
         raise InvalidInput(
             f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
-            f"and transformers' {type(table.model).__name__} has no such layers; anybit.LLM and "
-            "vLLM have, where they know the model"
+            f"and transformers' {type(model).__name__} has no such layers; anybit.LLM and vLLM "
+            "have, where they know the model"
         )
+    return out, names
 
 
 def stored_layer(scheme: str, old: nn.Module, name: str, stored: Mapping[str, Stored]) -> Quantized:

@@ -107,12 +107,8 @@ def logits(model: nn.Module) -> Tensor:
     """Of a few tokens (tokens, vocabulary), fp32; the model's mode stays."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     ids = torch.arange(TRIED, device=embeddings.weight.device) * 7 % len(embeddings.weight)
-    mode = model.training
-    with torch.no_grad():
-        try:
-            out: Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0]
-        finally:
-            model.train(mode)
+    with restored_on_error(model), torch.no_grad():
+        out: Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0]
     return out.float()
 
 

@@ -139,7 +139,7 @@ def tune_block(
     targets: Sequence[Tensor],
     steps: int,
     rate: float,
-    seed: int = 0,
+    seed: int,
 ) -> list[float]:
     """Tune a block's grids and norms in place, so that its outputs come close to `targets`.
 
