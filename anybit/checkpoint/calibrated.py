@@ -4,11 +4,11 @@ Finished blocks lie in `OUT.partial`, so a run that was killed goes on where it 
 the shards of `OUT`, which appears, complete, at the end.
 """
 
-import dataclasses
 import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,10 @@ def calibrate_checkpoint(
         What was done.
 
     Raises:
-        FileExistsError: `out` exists, or `OUT.partial` holds something else, such as an unfinished
-            run without calibration.
+        FileExistsError: `out` exists, or `OUT.partial` holds something else than such a run.
         FileNotFoundError: The source is incomplete.
-        InvalidInput: As `quantize_checkpoint` and `quantize_` do; also when `OUT.partial` holds an
-            unfinished run of other settings, another run is writing into it, or blocks are stored
-            under other names.
+        InvalidInput: As `quantize_checkpoint` and `quantize_` do; also when another run is writing
+            into `OUT.partial`, or blocks are stored under other names.
         OSError: The disk is too small.
     """
     started, out = time.monotonic(), destination(out)
@@ -94,10 +92,9 @@ def calibrate_checkpoint(
         check_space(partial, work.needed(list(work.shards)))
         tensors = {name: work.stored[key] for key, name in work.names.items()}
         stored = StoredBlocks(tensors, f"files {fingerprint(source, work.stored)}")
-        calibration = dataclasses.replace(calibration, work=partial)
         resumed = len(list(partial.glob("block_*.safetensors")))
         try:
-            calibrate(model, schemes, quantizer, calibration, stored)
+            calibrate(model, schemes, quantizer, replace(calibration, work=partial), stored)
         except BaseException as error:
             refused = isinstance(error, InvalidInput) and not resumed  # as it would be again
             if refused or not any(partial.glob("block_*")):  # nothing to go on from

@@ -5,7 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +185,10 @@ class Quantization(Rewrite):
     schemes: Mapping[str, str]
     names: Mapping[str, str]
     unexpected: tuple[str, ...]
-    model: Any = field(repr=False)
-    heads: Mapping[str, str] = field(default_factory=dict)
-    embeddings: frozenset[str] = frozenset()
-    dropped: Mapping[str, str] = field(default_factory=dict)
+    model: Any
+    heads: Mapping[str, str]
+    embeddings: frozenset[str]
+    dropped: Mapping[str, str]
 
     @property
     def new_config(self) -> dict[str, Any]:
@@ -248,14 +248,14 @@ def plan_quantization(
     """
     config = dense_config(source)
     model, tensors = bare_model(source), stored_tensors(source)
+    given = tensors
     vars(model.config).pop("quantization_config", None)
     planned, formats = quantized_plan(outline_of(model), spec, quantizer)
     heads, sharing = untied_heads(model, planned), sharing_heads(model, planned)
-    given: dict[str, Stored] = dict(tensors)
     if heads or model.has_own_head:
         config = untied_config(config)
     if heads:
-        given |= heads_of_their_own(tensors, model, heads)
+        given = tensors | heads_of_their_own(tensors, model, heads)
         untie(model.config)
         model = empty_model(source, type(model), model.config)
     layers = linear_schemes(model, formats)

@@ -56,8 +56,7 @@ def swap_for_stored(
             where[head] = Place(where[head].saved, where[own].stored)
     absent = {name for name, (_, own) in where.items() if own not in layers}
     new = absent & new_layers(model) if absent else set()
-    out, placed = {}, set()
-    names: dict[str, str] = {}
+    out, placed, names = dict[str, Quantized](), set[str](), dict[str, str]()
     for name, module in linear.items():
         there, own = where[name]
         if name in new:
@@ -78,9 +77,7 @@ def swap_for_stored(
         if name in fused and own in layers:  # transformers' table would merge what is not codes
             ends = [f".{key}" for key in ("weight", "bias") if f"{own}.{key}" in stored]
             names |= {own + end: name + end for end in ends}
-    if experts := without_place(
-        table, coded - placed
-    ):  # else they would be initialized at random, with no more than a warning
+    if experts := without_place(table, coded - placed):  # else made up, with a mere warning
         raise InvalidInput(
             f"{len(experts)} layers of experts, such as {experts[0]}, are quantized one by one, "
             f"and transformers' {type(model).__name__} has no such layers; anybit.LLM and vLLM "
