@@ -26,7 +26,7 @@ def converted(source: Path, out: Path) -> Converted:
         assert {n: layer.scheme for n, layer in coded.items()} == report.formats
         assert {n: digest(w) for n, w in found.items()} == {n: wanted[n] for n in report.formats}
     stored = stored_tensors(source)
-    layers = read_layers(source, read_json(source / "config.json"), stored)[1]
+    layers = read_layers(source, read_json(source / "config.json"), stored)
     dense = stored_tensors(out)
     for name in report.decoded:
         weight = layers[name].read()

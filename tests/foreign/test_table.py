@@ -96,7 +96,7 @@ def layers(fixture: str) -> dict[str | None, Layer]:
     """A layer of each scheme."""
     source = FIXTURES / fixture
     config, stored = read_json(source / "config.json"), stored_tensors(source)
-    return {layer.scheme: layer for layer in read_layers(source, config, stored)[1].values()}
+    return {layer.scheme: layer for layer in read_layers(source, config, stored).values()}
 
 
 def table() -> str:

@@ -295,7 +295,7 @@ def opened(source: Path) -> Iterator[Opened]:
         if method == "mlx":
             stored = mlx.one_by_one(stored)
         tables = cache(lambda: Names(bare_model(source)))
-        method, layers = read_layers(source, config, stored, lambda n: name_of(tables(), n))
+        layers = read_layers(source, config, stored, lambda n: name_of(tables(), n))
         names = tables()
         yield Opened(source, source, method, config, stored, layers, names, split(names.model))
         return
@@ -429,8 +429,8 @@ def read_layers(
     config: Mapping[str, Any],
     stored: Mapping[str, Stored],
     naming: Callable[[str], str] = str,
-) -> tuple[str, dict[str, Layer]]:
-    """The tool that quantized a checkpoint, and its quantized layers."""
+) -> dict[str, Layer]:
+    """A checkpoint's quantized layers, as the tool's module reads them."""
     method, quantization = method_of(source, config)
     found: dict[str, Layer] = reader_of(method).layers(Given(quantization, stored, naming))
     if not found:
@@ -444,7 +444,7 @@ def read_layers(
                 else "if its weights are dense, remove quantization_config from config.json"
             )
         )
-    return method, found
+    return found
 
 
 def dense_dtype(config: Mapping[str, Any], others: Iterable[Stored | Made]) -> torch.dtype:
