@@ -68,23 +68,8 @@ def add_generation(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/completions", response_model=replies.Response, responses=answers)
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
-        name, n = server.model(body.model), body.samples
-        texts = body.best_of or n
-        if texts < n or (texts > n and body.stream):
-            message = f"best_of={texts} must be at least n={n}, and not streamed"
-            raise WrongField("best_of", message)
-        limit = 16 if body.max_tokens is None else body.max_tokens
-        params = parameters(lambda: body.sampling(limit, body.logprobs))
-        if texts > n and params.logprobs is None:  # by which the best are found
-            params = replace(params, logprobs=0)
-        params = replace(params, n=texts)
-        if body.echo and body.logprobs is not None:
-            if body.prompt_logprobs not in (None, body.logprobs):
-                message = "with echo, prompt_logprobs and logprobs are one number"
-                raise WrongField("prompt_logprobs", message)
-            params = replace(params, prompt_logprobs=body.logprobs)
-        if body.skip_special_tokens is False:
-            params = server.showing(params)
+        name = server.model(body.model)
+        params = completion_params(server, body)
         asked = protocol.listed(body.prompt)
         if body.suffix is not None:
             if body.echo:
@@ -105,10 +90,10 @@ def add_generation(app: FastAPI, server: Server) -> None:
             Asked(
                 name,
                 prompts,
-                n,
+                body.samples,
                 stream,
                 server.texts.words,
-                texts,
+                params.n,
                 body.usage,
                 bool(body.return_token_ids),
                 running=body.running,
@@ -125,6 +110,25 @@ def add_generation(app: FastAPI, server: Server) -> None:
     async def chat(body: protocol.ChatRequest, request: Request) -> Response:
         asked = await server.ask(request, body.model, lambda: body)
         return await server.reply(request, ChatAnswer(asked), body.stream)
+
+
+def completion_params(server: Server, body: protocol.CompletionRequest) -> SamplingParams:
+    """Parameters of a completion's texts, `best_of` of them; 400 for what does not go together."""
+    n = body.samples
+    texts, logprobs = body.best_of or n, body.logprobs
+    if texts < n or (texts > n and body.stream):
+        message = f"best_of={texts} must be at least n={n}, and not streamed"
+        raise WrongField("best_of", message)
+    if texts > n and logprobs is None:
+        logprobs = 0  # by which the best are found
+    limit = 16 if body.max_tokens is None else body.max_tokens
+    params = replace(parameters(lambda: body.sampling(limit, logprobs)), n=texts)
+    if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs not in (None, body.logprobs):
+            message = "with echo, prompt_logprobs and logprobs are one number"
+            raise WrongField("prompt_logprobs", message)
+        params = replace(params, prompt_logprobs=body.logprobs)
+    return server.showing(params) if body.skip_special_tokens is False else params
 
 
 def infilled(server: Server, prompt: str | list[int], suffix: str) -> str:

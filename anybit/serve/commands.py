@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,23 +67,17 @@ def serve(
     keys = keys_of(api_keys)
     if not all(names or ()):
         raise InvalidInput("--served-model-name is empty; give a name, or leave the option out")
-    for origin in origins or ():
-        if not ORIGIN.fullmatch(origin):
-            raise InvalidInput(
-                f"--allowed-origins {origin!r} is not an origin; give https://HOST, with :PORT if "
-                "it has one and no path, or *"
-            )
+    web_pages = origins_of(origins)
     template = None if chat_template is None else read_text(chat_template)
+    choose("--tool-parser", tool_parser, ("none", *FAMILIES))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("anybit").setLevel(log_level.upper())
-    with ExitStack() as stack:
-        listener = stack.enter_context(
-            bind(host, port)
-        )  # a port in use is told before the imports and the model
+    with (
+        bind(host, port) as listener,  # a port in use is told before the imports and the model
+        FrontEnds(listener, front_ends or front_end_count()) as started,
+    ):
         if not keys:
             warn_if_open(host, listener.getsockname()[0])
-        choose("--tool-parser", tool_parser, ("none", *FAMILIES))
-        started = stack.enter_context(FrontEnds(listener, front_ends or front_end_count()))
         with importing():
             from anybit.engine.llm import Served  # meanwhile front ends find what they lack
         START.done("imports")
@@ -91,16 +85,13 @@ def serve(
         say(f"loading {model}")
         llm = Served(model, **engine)
         if template is not None:
-            if llm.tokenizer is None:
-                raise InvalidInput("--chat-template: the model directory has no tokenizer")
-            llm.tokenizer.chat_template = template
-            check_template(llm)
+            set_template(llm, template)
         settings = Settings(
             tuple(names or [served(model)]),
             keys,
             queue,
             grace=grace,
-            origins=tuple(origins or ()),
+            origins=web_pages,
             tool_parser=tool_parser,
         )
         draft, most = engine["draft"], engine["draft_tokens"]
@@ -157,6 +148,17 @@ def keys_of(given: list[str] | None) -> tuple[str, ...]:
     return tuple(given or ())
 
 
+def origins_of(given: list[str] | None) -> tuple[str, ...]:
+    """The web pages of --allowed-origins; InvalidInput for what no browser sends."""
+    for origin in given or ():
+        if not ORIGIN.fullmatch(origin):
+            raise InvalidInput(
+                f"--allowed-origins {origin!r} is not an origin; give https://HOST, with :PORT if "
+                "it has one and no path, or *"
+            )
+    return tuple(given or ())
+
+
 def warn_if_open(host: str, address: str) -> None:
     """Say that other machines may use a server without a key. address: where it listens."""
     if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
@@ -172,10 +174,13 @@ def served(model: Path) -> str:
     return Path(os.path.abspath(model)).name if model.exists() else str(model)
 
 
-def check_template(llm: "LLM") -> None:
-    """InvalidInput for a chat template that is empty or cannot be read; what it says may be any."""
+def set_template(llm: "LLM", template: str) -> None:
+    """Replace a chat template; InvalidInput for one that is empty or cannot be read."""
     from jinja2 import TemplateSyntaxError
 
+    if llm.tokenizer is None:
+        raise InvalidInput("--chat-template: the model directory has no tokenizer")
+    llm.tokenizer.chat_template = template
     if not llm.has_template:
         raise InvalidInput("--chat-template is an empty file; give a template, or leave it out")
     try:

@@ -71,36 +71,14 @@ class Dialect:
         except AnybitError:
             raise
         except Exception as error:  # templates raise all kinds
-            if begun is not None and isinstance(error, ValueError):
-                raise InvalidInput(
-                    "messages: the model's chat template changes the assistant's last message, "
-                    "which can so not be continued; end with a user's message"
-                ) from None
-            raise InvalidInput(untaken(messages, error)) from None
+            raise InvalidInput(untaken(messages, error, begun)) from None
         special = body.add_special_tokens
         special = not self.template if special is None else special
         prompt = job.prompt(text, special, body.kept(room(job.llm, params)))
         thinking = self.think is not None and text.rstrip().endswith(self.think[0])
         if self.think is not None and begun is not None:
             thinking = begun.rfind(self.think[0]) > begun.rfind(self.think[1])
-        structured = params.structured
-        begins: tuple[str, ...] = ()
-        if tools and forces(body):
-            structured = self._forced(body, tools)
-        elif structured is not None and (tools or self.harmony):
-            assert self.family is not None
-            if structured.json is None:
-                raise InvalidInput(
-                    f"{'tools' if tools else 'models that write channels (harmony)'} do not go "
-                    "with a regex, a choice or a grammar; give response_format"
-                    f"{', leave out one of them, or say tool_choice: none' if tools else ''}"
-                )
-            several = body.parallel_tool_calls is not False
-            schema = structured.json
-            structured = Structured(
-                grammar=self.family.optional(tools, several, self._mark, schema)
-            )
-            begins = self.family.begins(tools)
+        structured, begins = self._form(params.structured, body, tools)
         if structured is not None:
             think = self._think_tokens()
             if thinking and think is None:
@@ -110,15 +88,7 @@ class Dialect:
             structured = replace(structured, think=think, thinking=thinking)
             if job.llm.grammars is not None:
                 job.llm.grammars.tried(structured)  # which is kept for the engine
-                for begin in begins if self.family and self.family.bare else ():
-                    # The last token of a call's beginning may hold more than it.
-                    tokens = job.llm.encode(begin, special=False)[:-1]
-                    matcher = job.llm.grammars.matcher(structured)
-                    if matcher.grammar.validate_tokens(tokens) < len(tokens):
-                        raise InvalidInput(
-                            "response_format: its objects have a property 'name', with which this "
-                            "model's tool calls begin, too; name it otherwise, or leave out tools"
-                        )
+                self._check_apart(structured, begins, job.llm)
         params = replace(params, structured=structured, shown=(*params.shown, *self.shown))
         return Prepared(
             prompt,
@@ -172,13 +142,39 @@ class Dialect:
             raise InvalidInput("give either add_generation_prompt or continue_final_message")
         return text
 
-    def _forced(self, body: ChatRequest, tools: list[dict[str, Any]]) -> Structured:
-        """A grammar for tool_choice `required`, or one tool."""
-        assert self.family is not None
+    def _form(
+        self, asked: Structured | None, body: ChatRequest, tools: list[dict[str, Any]]
+    ) -> tuple[Structured | None, tuple[str, ...]]:
+        """What an answer must follow, and how calls begin where it is calls or what is asked."""
+        if self.family is None:
+            return asked, ()
         several = body.parallel_tool_calls is not False
-        if isinstance(body.tool_choice, NamedTool):
-            tools, several = [named(tools, body.tool_choice.function.name)], False
-        return Structured(grammar=self.family.forced(tools, several, self._mark))
+        if tools and forces(body):
+            if isinstance(body.tool_choice, NamedTool):
+                tools, several = [named(tools, body.tool_choice.function.name)], False
+            return Structured(grammar=self.family.forced(tools, several, self._mark)), ()
+        if asked is None or not (tools or self.harmony):
+            return asked, ()
+        if asked.json is None:
+            raise InvalidInput(
+                f"{'tools' if tools else 'models that write channels (harmony)'} do not go "
+                "with a regex, a choice or a grammar; give response_format"
+                f"{', leave out one of them, or say tool_choice: none' if tools else ''}"
+            )
+        grammar = self.family.optional(tools, several, self._mark, asked.json)
+        return Structured(grammar=grammar), self.family.begins(tools)
+
+    def _check_apart(self, structured: Structured, begins: tuple[str, ...], llm: Model) -> None:
+        """InvalidInput where an object may begin as calls do."""
+        assert llm.grammars is not None
+        for begin in begins if self.family and self.family.bare else ():
+            # The last token of a call's beginning may hold more than it.
+            tokens = llm.encode(begin, special=False)[:-1]
+            if llm.grammars.matcher(structured).grammar.validate_tokens(tokens) < len(tokens):
+                raise InvalidInput(
+                    "response_format: its objects have a property 'name', with which this "
+                    "model's tool calls begin, too; name it otherwise, or leave out tools"
+                )
 
     def _mark(self, mark: str) -> str:
         """A mark as llguidance's Lark has it: by number, or as text of one token or several."""
@@ -268,8 +264,13 @@ def arguments(call: Any) -> Any:
     return found if isinstance(found, dict) else {} if found is None else text
 
 
-def untaken(messages: list[dict[str, Any]], error: Exception) -> str:
-    """Why a template does not take a conversation, and the way out."""
+def untaken(messages: list[dict[str, Any]], error: Exception, begun: str | None) -> str:
+    """Why a template does not take a conversation, and the way out. begun: as `Dialect._begun`."""
+    if begun is not None and isinstance(error, ValueError):
+        return (
+            "messages: the model's chat template changes the assistant's last message, "
+            "which can so not be continued; end with a user's message"
+        )
     calls = (call["function"] for message in messages for call in message.get("tool_calls", ()))
     for function in calls:
         if not isinstance(function["arguments"], dict):
