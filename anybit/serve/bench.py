@@ -6,13 +6,13 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anybit.errors import InvalidInput, Unsupported
 from anybit.files.directory import check_folder, write_json
@@ -22,7 +22,7 @@ from anybit.files.server import first_model, key_header, reached
 if TYPE_CHECKING:
     import httpx
 
-T = TypeVar("T")
+Connect = Callable[[], "httpx.AsyncClient"]
 REFUSALS = (400, 404, 405, 422, 501)  # of a form that a server does not know
 WORDS = (
     "time",
@@ -241,13 +241,14 @@ FORMS = (
 )
 
 
-async def fitting(client: "httpx.AsyncClient", model: str) -> Form:
+async def fitting(connect: Connect, model: str) -> Form:
     """The first form that a server does not refuse, by a request of one token in each."""
-    for form in FORMS:
-        seen = Seen(time.perf_counter())
-        await ask(client, form, form.body(model, [SMALLEST_TOKEN] * 4, 1), seen)
-        if seen.status not in REFUSALS:
-            return form
+    async with connect() as client:
+        for form in FORMS:
+            seen = Seen(time.perf_counter())
+            await ask(client, form, form.body(model, [SMALLEST_TOKEN] * 4, 1), seen)
+            if seen.status not in REFUSALS:
+                return form
     return FORMS[0]
 
 
@@ -276,9 +277,7 @@ async def ask(client: "httpx.AsyncClient", form: Form, body: dict[str, Any], see
         seen.error = "the answer has no tokens"
 
 
-async def put(
-    load: Load, client: "httpx.AsyncClient", form: Form, model: str, largest: int
-) -> list[Seen]:
+async def put(load: Load, connect: Connect, form: Form, model: str, largest: int) -> list[Seen]:
     """Ask for random prompts of tokens from `SMALLEST_TOKEN` up to below `largest`.
 
     Times and lengths are the same each time; prompts are new, so that no prefix cache has them.
@@ -289,7 +288,6 @@ async def put(
         for _, prompt, tokens in plan
     ]
     out: list[Seen] = []
-    begin = time.perf_counter()
 
     async def arrive(at: float, body: dict[str, Any]) -> None:
         await asyncio.sleep(begin + at - time.perf_counter())
@@ -302,11 +300,13 @@ async def put(
             await ask(client, form, body, out[-1])
 
     todo = iter(bodies)
-    if load.rate is None:
-        await asyncio.gather(*(repeat() for _ in range(load.streams)))
-    else:
-        pairs = zip(plan, bodies, strict=True)
-        await asyncio.gather(*(arrive(at, body) for (at, *_), body in pairs))
+    async with connect() as client:
+        begin = time.perf_counter()
+        if load.rate is None:
+            await asyncio.gather(*(repeat() for _ in range(load.streams)))
+        else:
+            pairs = zip(plan, bodies, strict=True)
+            await asyncio.gather(*(arrive(at, body) for (at, *_), body in pairs))
     return out
 
 
@@ -342,29 +342,20 @@ def run(
         check_picture(picture)
     headers, url = key_header(api_key), url.rstrip("/").removesuffix("/v1")
 
-    async def by_client(work: Callable[["httpx.AsyncClient"], Awaitable[T]]) -> T:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=url, timeout=None, headers=headers, limits=limits
-        ) as client:
-            return await work(client)
-
+    limits = httpx.Limits(max_connections=None)
+    connect = partial(httpx.AsyncClient, base_url=url, timeout=None, headers=headers, limits=limits)
     rows: list[dict[str, Any]] = []
     with reached(url):
         model = served(url, headers)
-        form = asyncio.run(by_client(partial(fitting, model=model)))
+        form = asyncio.run(fitting(connect, model))
         if form != FORMS[0]:
             show(str(form))
         before = drafts(url, headers)
         for load in loads:
-            work = partial(put, load, form=form, model=model, largest=largest_token)
             start = time.perf_counter()
-            seen = asyncio.run(by_client(work))
+            seen = asyncio.run(put(load, connect, form, model, largest_token))
             row = summary(seen, time.perf_counter() - start)
-            for text in sorted({s.error for s in seen if s.error})[:3]:
-                show(f"failed: {text}")
-            if row["failed"] == row["requests"]:
-                raise Unsupported("no request was answered, so there is nothing to measure")
+            tell_failures(seen, show)
             if not rows:
                 show(HEAD)
             rows.append({"rate_per_s": load.rate, "streams": load.streams} | row)
@@ -372,13 +363,21 @@ def run(
     drafted, accepted = (b - a for a, b in zip(before, drafts(url, headers), strict=True))
     if drafted:
         show(f"drafts: {accepted:,.0f} of {drafted:,.0f} tokens taken")
-    lengths = {"prompt": asdict(loads[0].prompt), "output": asdict(loads[0].output)}
-    asked = {"path": form.path, "words": form.words, "exact": form.exact}
-    facts = {"url": url, "model": model, **asked, "date": date.today().isoformat()} | lengths
     if report:
-        write_json(report, facts | {"rows": rows})
+        facts = {"url": url, "model": model, "path": form.path, "words": form.words}
+        facts |= {"exact": form.exact, "date": date.today().isoformat()}
+        lengths = {"prompt": asdict(loads[0].prompt), "output": asdict(loads[0].output)}
+        write_json(report, facts | lengths | {"rows": rows})
     if picture:
         plot(rows, model, picture)
+
+
+def tell_failures(seen: Sequence[Seen], show: Callable[[str], object]) -> None:
+    """Show what went wrong, three things at most; Unsupported where nothing went well."""
+    for text in sorted({s.error for s in seen if s.error})[:3]:
+        show(f"failed: {text}")
+    if not any(s.times and not s.error for s in seen):
+        raise Unsupported("no request was answered, so there is nothing to measure")
 
 
 def line(load: Load, row: dict[str, float]) -> str:
