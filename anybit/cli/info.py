@@ -135,21 +135,14 @@ def info(
     places += [Place("memory of", bytes_of(memory))] if memory else []
     for scheme in formats:
         parse_scheme(scheme)
-    named, path = name_of(model), Path(model)
-    if named and named.variant:
-        raise InvalidInput(
-            f"{model} names a GGUF file of the hub, and info reads those on this machine; download "
-            f"it with `hf download {named.repository} FILE`, and give its path"
-        )
-    held = of_file(path, formats) if not named and is_gguf(path) else of_directory(model, formats)
+    held = opened(model, formats)
     bare = held.model
     shapes, default = dense_layers(bare), linear_schemes(bare, "int8")
-    parameters = sum(p.numel() for p in bare.parameters())
     cache = cache_of(bare.config)
     longest = getattr(bare.config.get_text_config(), "max_position_embeddings", None) or context
     context = min(context, longest)
     kept = (cache or 0) * context * sequences
-    read = 1 - idle_share(bare, shapes, parameters, sequences)
+    read = 1 - idle_share(bare, shapes, sequences)
     sizes = [
         Size(
             name,
@@ -163,7 +156,7 @@ def info(
     return Info(
         model=str(model),
         architecture=type(bare).__name__,
-        parameters=parameters,
+        parameters=weights_of(bare),
         dtype=held.dtype,
         quantized=held.quantized,
         layers=len(default),
@@ -175,6 +168,10 @@ def info(
         sizes=sizes,
         refused=held.refused,
     )
+
+
+def weights_of(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -195,13 +192,24 @@ class Held:
     refused: dict[str, str] = field(default_factory=dict)
 
 
+def opened(model: str | Path, formats: Sequence[str]) -> Held:
+    """What any model holds; see `info`."""
+    named, path = name_of(model), Path(model)
+    if named and named.variant:
+        raise InvalidInput(
+            f"{model} names a GGUF file of the hub, and info reads those on this machine; download "
+            f"it with `hf download {named.repository} FILE`, and give its path"
+        )
+    return of_file(path, formats) if not named and is_gguf(path) else of_directory(model, formats)
+
+
 def of_directory(model: str | Path, formats: Sequence[str]) -> Held:
     """What a directory holds, or a model of the hub; see `info`."""
     directory, stored = peek(model)
     bare = bare_model(directory, stored)
     shapes = dense_layers(bare)
     default = linear_schemes(bare, "int8")
-    parameters = sum(p.numel() for p in bare.parameters())
+    parameters = weights_of(bare)
     quantization = stated_quantization(directory, read_json(directory / "config.json"))
     total = sum(tensor.nbytes for tensor in stored.values())
     words = embedding_layers(bare)
@@ -235,7 +243,7 @@ def add_formats(held: Held, formats: Sequence[str], each: float, left: Container
         left: Names of linear layers that do.
     """
     bare, shapes = held.model, dense_layers(held.model)
-    parameters = sum(p.numel() for p in bare.parameters())
+    parameters = weights_of(bare)
     for scheme in formats:
         try:
             schemes = linear_schemes(bare, scheme)
@@ -264,7 +272,7 @@ def of_file(path: Path, formats: Sequence[str]) -> Held:
         now = 8 * sum(block.stored.nbytes for block in blocks) / max(weights, 1)
         held.sizes["as it is"] = now, total
         if not exact.layers:
-            add_formats(held, formats, total / sum(p.numel() for p in held.model.parameters()), ())
+            add_formats(held, formats, total / weights_of(held.model), ())
             return held
         for scheme in formats:
             try:
@@ -301,9 +309,7 @@ def in_format(
     return bits, max(weights, 1)
 
 
-def idle_share(
-    bare: Any, shapes: Mapping[str, tuple[int, ...]], parameters: int, sequences: int
-) -> float:
+def idle_share(bare: Any, shapes: Mapping[str, tuple[int, ...]], sequences: int) -> float:
     """The share of the weights that a step of one token of each sequence does not read.
 
     These are embeddings that are not the head as well, and experts that no token is sent to.
@@ -318,7 +324,7 @@ def idle_share(
     if experts and top:
         of_experts = sum(math.prod(shape) for n, shape in shapes.items() if EXPERT.search(n))
         idle += of_experts * max(0.0, 1 - top / len(experts)) ** sequences
-    return idle / parameters
+    return idle / weights_of(bare)
 
 
 def rates(
