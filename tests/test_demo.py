@@ -112,7 +112,7 @@ def test_the_picture_is_a_png(run: tuple[Results, Path, str]) -> None:
 )
 def test_bad_formats_are_refused_before_any_work(spec: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        demo(["int8", spec], out=tmp_path / "out")
+        demo(["int8", spec], TOKENS, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -122,7 +122,7 @@ def test_a_missing_model_is_an_error_with_its_remedy(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(anybit, "__file__", str(tmp_path / "anybit" / "__init__.py"))
     with pytest.raises(FileNotFoundError, match="run `make demo`"):
-        demo(out=tmp_path / "out")
+        demo(LADDER, TOKENS, tmp_path / "out")
 
 
 def test_missing_matplotlib_names_the_extra(
@@ -130,7 +130,7 @@ def test_missing_matplotlib_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"anybit\[plot\]"):
-        demo(out=tmp_path / "out")
+        demo(LADDER, TOKENS, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -48,7 +48,11 @@ FORMATS = (
     "int3:group=64,zero",
     "int2:group=64,zero",
 )
-TOKENS = 16384
+LEGEND = (
+    "bits: per weight of the quantized layers, with scales. MB: the whole checkpoint. KL: nats per "
+    "token. top-1: positions with the same likeliest token. Speed is not shown: this model is too "
+    "small for it; `anybit bench` times layers."
+)
 SAVED = "fp6"  # the format of the checkpoint that is kept
 WRITTEN = 20  # tokens of the example
 PROMPT = '''\
@@ -110,12 +114,7 @@ class Results:
     completion: str
 
 
-def demo(
-    formats: Sequence[str] = FORMATS,
-    tokens: int = TOKENS,
-    out: Path = Path("out/demo"),
-    console: Console | None = None,
-) -> Results:
+def demo(formats: Sequence[str], tokens: int, out: Path, console: Console | None = None) -> Results:
     """Quantize models/pico to each format, measure, save, load in a fresh process.
 
     tokens: held-out tokens that every format is scored on, at most. out: gets `results.json`,
@@ -133,33 +132,25 @@ def demo(
         resolve(shapes, spec)
     out.mkdir(parents=True, exist_ok=True)
 
-    texts = [encode(tokenizer, text) for _, text in held_out_text()]
-    documents, window = excerpts(texts, tokens), context_of(dense)
+    documents = excerpts([encode(tokenizer, text) for _, text in held_out_text()], tokens)
     total = sum(len(ids) - 1 for ids in documents)
     console.print(
         f"[bold]{path.name}[/]: {dense.num_parameters() / 1e6:.1f} million parameters in "
         f"{dtype_name(dense.dtype)}. Every format is scored on the same {total} tokens of "
         f"{len(documents)} modules of Python's standard library that training left out, against "
-        "the unquantized model.\nbits: per weight of the quantized layers, with scales. MB: the "
-        "whole checkpoint. KL: nats per token. top-1: positions with the same likeliest token. "
-        "Speed is not shown: this model is too small for it; `anybit bench` times layers."
+        f"the unquantized model.\n{LEGEND}"
     )
     reference = Remembered(copy.deepcopy(dense).float())
     with progress("scoring", total * (1 + len(formats))) as step:
         rows = [
-            measure(dense, tokenizer, each, reference, documents, window, step)
-            for each in (None, *formats)
+            measure(dense, tokenizer, each, reference, documents, step) for each in (None, *formats)
         ]
     console.print(table(rows))
 
     checkpoint = out / SAVED
     anybit.save(anybit.quantize_(copy.deepcopy(dense), SAVED), checkpoint, overwrite=True)
     tokenizer.save_pretrained(checkpoint)
-    console.print("\nGreedy completions of the same prompt:\n")
-    console.print(code(PROMPT))
-    for text in dict.fromkeys(row.text for row in rows):
-        console.print(f"\n[bold]{', '.join(row.spec for row in rows if row.text == text)}[/]")
-        console.print(code(text))
+    show_texts(rows, console)
     console.print(f"\nSaved {checkpoint}. A fresh process loads it and writes:\n")
     completion = complete_afresh(checkpoint)
     console.print(code(completion))
@@ -169,7 +160,7 @@ def demo(
         parameters=dense.num_parameters(),
         documents=len(documents),
         tokens=total,
-        window=window,
+        window=context_of(dense),
         python=platform.python_version(),
         torch=torch.__version__,
         processor=processor(),
@@ -185,13 +176,21 @@ def demo(
     return results
 
 
+def show_texts(rows: Sequence[Row], console: Console) -> None:
+    """Print each text once, with the formats that write it."""
+    console.print("\nGreedy completions of the same prompt:\n")
+    console.print(code(PROMPT))
+    for text in dict.fromkeys(row.text for row in rows):
+        console.print(f"\n[bold]{', '.join(row.spec for row in rows if row.text == text)}[/]")
+        console.print(code(text))
+
+
 def measure(
     dense: Any,
     tokenizer: Any,
     spec: str | None,
     reference: Remembered,
     documents: Sequence[Tensor],
-    window: int,
     step: Progress,
 ) -> Row:
     """The row of one format, or of the dense model itself for spec=None.
@@ -210,6 +209,7 @@ def measure(
         )
     beginning = encode(tokenizer, PROMPT).tolist()
     size, tokens = stored(model, beginning)
+    window = context_of(dense)
     got = score(
         model.float(), documents, window=window, dense=reference, step=lambda n: step(n, name)
     )
