@@ -63,6 +63,15 @@ class Reference:
         hidden = self.hidden[start:stop].to(self.head.device)
         return apply(self.after, torch.nn.functional.linear(hidden, self.head, self.bias))
 
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of the model's files."""
+        return self.about["hashes"]["model"]
+
+    def continuations(self, prompts: Sequence[Tensor], count: int) -> Tensor | None:
+        """As a `Candidate` tells them, for prompts of these documents."""
+        return self.written
+
     def to(self, device: torch.device) -> "Reference":
         """With the head on a device; the hidden states follow row by row."""
         self.head = self.head.to(device)

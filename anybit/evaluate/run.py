@@ -24,7 +24,7 @@ from anybit.evaluate.generation import greedy_prompts
 from anybit.evaluate.llama_cpp import LlamaCpp
 from anybit.evaluate.perplexity import Model, Rows, excerpts, logits_of, measure
 from anybit.evaluate.receipt import figures, file_hash, token_hash, writing
-from anybit.evaluate.reference import Recorder, is_stored, read_reference
+from anybit.evaluate.reference import Recorder, is_stored, positions, read_reference
 from anybit.evaluate.server import Server
 from anybit.files.directory import without_nan
 from anybit.files.texts import Text, read_texts
@@ -62,8 +62,7 @@ def evaluate(
     With `against`, "floor" is the mean KL of the reference against itself, when it runs two windows
     in a call instead of one: below it, the order of sums is measured. An error is None where one
     window is all there is. Both models continue some pieces of the text greedily, too, as `writing`
-    compares; a stored pass of an older version lacks that, and the scores then do, as do those of
-    engines that tell no tokens.
+    compares, if both tell tokens: not all engines do, nor a stored pass of an older version.
 
     model: as `opened` takes it: a model directory, a file in llama.cpp, a server.
     against: the dense model, or a file that `save` wrote in an earlier call: then that call's text
@@ -78,64 +77,89 @@ def evaluate(
     Raises FileNotFoundError for missing files, ValueError for a text that is too short or no text,
     and for two models whose vocabularies differ; as `opened`.
     """
-    begin = time.monotonic()
-    stored = read_reference(Path(against)) if against and is_stored(Path(against)) else None
-    texts = None if stored else read(text, tokens, answers_only)
-    candidate = opened(model)
-    dense: Any = None
-    counted = None
-    hashes: dict[str, Any] = {"model": candidate.hashes}
-    if stored:
-        documents, counted, about = stored.documents, stored.counted, stored.about
-        dense = stored.to(candidate.device)
-        hashes |= about["hashes"] | {"model": hashes["model"], "against": about["hashes"]["model"]}
-        window = about["window"]
-        check_window(window, candidate, str(against), str(model))
+    start = time.monotonic()
+    if against and is_stored(Path(against)):
+        dense: Any = read_reference(Path(against))
+        candidate = opened(model)
+        documents, counted, about = dense.documents, dense.counted, dense.about
+        check_window(about["window"], candidate, str(against), str(model))
+        dense.to(candidate.device)
     else:
-        assert texts is not None
-        if against:
-            dense = opened(against)
-            hashes["against"] = dense.hashes
-        # Servers write a token after all that they score, so that a pass for them leaves it room.
-        window = min(candidate.context - bool(save), LONGEST)
+        texts = read(text, tokens, answers_only)
+        candidate = opened(model)
+        dense = opened(against) if against else None
         source = dense or candidate
         documents, counted = tokenized(texts.texts, source, tokens, answers_only)
-        hashes |= {"text": texts.sha256, "tokens": token_hash(documents, counted)}
+        hashes = {"model": candidate.hashes, "text": texts.sha256}
+        hashes["tokens"] = token_hash(documents, counted)
+        # Servers write a token after all that they score, so that a pass for them leaves it room.
+        window = min(candidate.context - bool(save), LONGEST)
         about = {"text": texts.name, "window": window, "begin": source.begin, "hashes": hashes}
         if dense or save:
             about["words"] = some_words(source, documents)
+    hashes = about["hashes"] | {"model": candidate.hashes}
+    scores = {"model": str(model), "text": about["text"], "window": about["window"]}
     if dense:
         check_words(candidate, about["words"], f"{model} and {against}")
-    scored: Any = recorder(candidate, documents, counted, about) if save else candidate
+        hashes["against"] = dense.hashes
+        scores["against"] = str(against)
+    scores |= passed(candidate, dense, documents, counted, about, save)
+    scores["seconds"] = round(time.monotonic() - start, 1)
+    settings: dict[str, Any] = {"model": str(model), "against": against and str(against)}
+    settings |= {"text": text and str(text), "tokens": tokens, "answers_only": answers_only}
+    scores["receipt"] = {"settings": settings, "hashes": hashes} | circumstances(candidate)
+    return without_nan(scores)
+
+
+def passed(
+    candidate: Candidate,
+    dense: Any,
+    documents: list[Tensor],
+    counted: list[Tensor] | None,
+    about: dict[str, Any],
+    save: Path | None,
+) -> dict[str, Any]:
+    """Figures of a pass over documents; of what both write, too, where both tell tokens.
+
+    dense: a `Candidate` or a `Reference`, if there is one.
+    """
+    scored: Any = candidate
+    if save:
+        if not isinstance(candidate, Transformers):
+            raise Unsupported(
+                "--save-reference keeps hidden states, which no other engine tells: give the dense "
+                "model's directory"
+            )
+        scored = Recorder(candidate.model, documents, counted, about)
     on_device = [ids.to(candidate.device) for ids in documents]
-    options: dict[str, Any] = {"window": window, "counted": counted, "begin": about["begin"]}
-    kept = (mask[1:] for mask in counted) if counted else (ids[1:] >= 0 for ids in documents)
-    with progress("scoring", sum(int(mask.sum()) for mask in kept)) as step:
+    window, begin = about["window"], about["begin"]
+    options: dict[str, Any] = {"window": window, "counted": counted, "begin": begin}
+    with progress("scoring", sum(1 for _ in positions(documents, counted, window))) as step:
         got = measure(scored, on_device, dense=dense, step=step, **options)
-    prompts, count = greedy_prompts(documents, counted, window, about["begin"])
+    scores = figures(got, window)
+    prompts, count = greedy_prompts(documents, counted, window, begin)
     if save:
         recorded = scored.reference().to(candidate.device)
         about["floor"] = floor(candidate, on_device, recorded, options)
         recorded.written = candidate.continuations(prompts, count)
         recorded.save(save)
-    elif dense and not stored:
-        about["floor"] = floor(dense, on_device, one_by_one(dense), options)
-    scores = {"model": str(model), "text": about["text"], "window": window}
-    scores |= {"against": str(against)} if against else {}
-    scores |= figures(got, window)
+    elif callable(dense):
+        about["floor"] = floor(
+            dense,
+            on_device,
+            lambda ids: torch.cat([logits_of(dense, row[None]) for row in ids]),
+            options,
+        )
     if dense:
         if candidate.told:
             likeliest = f"{candidate.told} likeliest tokens"
             scores["bound"] = f"KL of {likeliest} and the rest: no more than the whole"
-        theirs = stored.written if stored else dense.continuations(prompts, count)
-        means, intervals = compared(candidate, theirs, prompts, count, counted is not None)
-        scores |= means | {"intervals": scores["intervals"] | intervals}
-    scores |= {"floor": about["floor"]} if "floor" in about else {}
-    scores["seconds"] = round(time.monotonic() - begin, 1)
-    settings: dict[str, Any] = {"model": str(model), "against": against and str(against)}
-    settings |= {"text": text and str(text), "tokens": tokens, "answers_only": answers_only}
-    scores["receipt"] = {"settings": settings, "hashes": hashes} | circumstances(candidate)
-    return without_nan(scores)
+        theirs = dense.continuations(prompts, count)
+        own = candidate.continuations(prompts, count) if theirs is not None and prompts else None
+        if own is not None:
+            means, intervals = writing(own, theirs, counted is not None)
+            scores |= means | {"intervals": scores["intervals"] | intervals}
+    return scores | ({"floor": about["floor"]} if "floor" in about else {})
 
 
 def check_window(window: int, candidate: Candidate, against: str, model: str) -> None:
@@ -145,33 +169,6 @@ def check_window(window: int, candidate: Candidate, against: str, model: str) ->
             f"{against} was saved with windows of {window} tokens, and the context of {model} is "
             f"{candidate.context}; compare with the dense model itself"
         )
-
-
-def compared(
-    candidate: Candidate,
-    theirs: Tensor | None,
-    prompts: list[Tensor],
-    count: int,
-    answers: bool,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `writing` finds; nothing where either side tells no tokens."""
-    own = candidate.continuations(prompts, count) if theirs is not None and prompts else None
-    return ({}, {}) if own is None or theirs is None else writing(own, theirs, answers)
-
-
-def recorder(
-    candidate: Candidate,
-    documents: list[Tensor],
-    counted: list[Tensor] | None,
-    about: dict[str, Any],
-) -> Recorder:
-    """What scores a model, and keeps its pass."""
-    if not isinstance(candidate, Transformers):
-        raise Unsupported(
-            "--save-reference keeps hidden states, which no other engine tells: give the dense "
-            "model's directory"
-        )
-    return Recorder(candidate.model, documents, counted, about)
 
 
 def tokenized(
@@ -219,10 +216,6 @@ def floor(model: Model, documents: list[Tensor], dense: Model | Rows, options: A
     """The mean KL of a model that runs two windows in a call, against its own run of one."""
     found = measure(model, documents, dense=dense, batch=2, most=FLOOR, **options)
     return found.score().kl or 0.0
-
-
-def one_by_one(model: Model) -> Model:
-    return lambda ids: torch.cat([logits_of(model, row[None]) for row in ids])
 
 
 def spread(texts: Sequence[Text], most: int) -> Sequence[Text]:
