@@ -80,7 +80,8 @@ class Dialect:
             thinking = begun.rfind(self.think[0]) > begun.rfind(self.think[1])
         structured, begins = self._form(params.structured, body, tools)
         if structured is not None:
-            think = self._think_tokens()
+            start, end = (self.tokens.get(mark) for mark in self.think or ("", ""))
+            think = None if start is None or end is None else (start, end)
             if thinking and think is None:
                 raise InvalidInput(
                     f"structured output cannot begin after {self.think}: they are no tokens"
@@ -99,7 +100,7 @@ class Dialect:
         )
 
     def reader(
-        self, tools: list[dict[str, Any]], thinking: bool, begins: tuple[str, ...] = ()
+        self, tools: list[dict[str, Any]], thinking: bool, begins: tuple[str, ...]
     ) -> Reader:
         """A reader of one answer. begins: how calls do, if the answer is calls or an object."""
         if self.harmony:
@@ -180,11 +181,6 @@ class Dialect:
         """A mark as llguidance's Lark has it: by number, or as text of one token or several."""
         token = self.numbered.get(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
-
-    def _think_tokens(self) -> tuple[int, int] | None:
-        if self.think is None or any(mark not in self.tokens for mark in self.think):
-            return None
-        return self.tokens[self.think[0]], self.tokens[self.think[1]]
 
     def _options(self, body: ChatRequest) -> dict[str, Any]:
         """Variables for the template, all of which it must read."""
