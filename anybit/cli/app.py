@@ -1,8 +1,7 @@
 """The command line. Every command imports what it needs when it runs, so that help is instant."""
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -24,6 +23,33 @@ ANYBIT_DEBUG=1 shows where it comes from.
 Dense = Annotated[Path, Argument(help=f"An unquantized model: {MODEL_HELP}")]
 Out = Annotated[Path, Option("--out", "-o", help="Directory to write.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an older OUT.")]
+Formats = Annotated[
+    list[str] | None,
+    Option(
+        "--format",
+        help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
+        "none leaves them unquantized. May be repeated; the last match wins. If absent, one "
+        "that suits this machine.",
+    ),
+]
+Calibrate = Annotated[
+    str | None,
+    Option(
+        help="Text to calibrate on: a file of plain text; JSON, CSV or parquet with records of "
+        '"text", "messages", or "prompt" and "completion"; or what comes with Python: prose, '
+        "its documentation, or python, its modules. If absent, a little of prose for formats "
+        "of fewer than 8 bits or with quantized activations."
+    ),
+]
+Method = Annotated[
+    str | None,
+    Option(
+        help="Without text: rtn (rounds to nearest), clip or hqq; grid finds the scales that "
+        "the weights were trained on (QAT), if they were. With text: gptq (the "
+        "default), gptq+gradients (slower, loses less), additive (the default for codebooks), "
+        "rotate+gptq, smooth, or smooth+gptq (the default where activations are quantized too)."
+    ),
+]
 Length = Annotated[int, Option(min=1, help="Tokens in each, at most.")]
 PushTo = Annotated[
     str | None,
@@ -105,36 +131,12 @@ def quantize(
     context: typer.Context,
     model: Dense,
     out: Out,
-    formats: Annotated[
-        list[str] | None,
-        Option(
-            "--format",
-            help="A format for all layers, or PATTERN=FORMAT for those whose name matches; "
-            "none leaves them unquantized. May be repeated; the last match wins. If absent, one "
-            "that suits this machine.",
-        ),
-    ] = None,
+    formats: Formats = None,
     plan: Annotated[
         Path | None, Option(help="A JSON file {pattern: format or null} instead.")
     ] = None,
-    calibrate: Annotated[
-        str | None,
-        Option(
-            help="Text to calibrate on: a file of plain text; JSON, CSV or parquet with records of "
-            '"text", "messages", or "prompt" and "completion"; or what comes with Python: prose, '
-            "its documentation, or python, its modules. If absent, a little of prose for formats "
-            "of fewer than 8 bits or with quantized activations."
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        Option(
-            help="Without text: rtn (rounds to nearest), clip or hqq; grid finds the scales that "
-            "the weights were trained on (QAT), if they were. With text: gptq (the "
-            "default), gptq+gradients (slower, loses less), additive (the default for codebooks), "
-            "rotate+gptq, smooth, or smooth+gptq (the default where activations are quantized too)."
-        ),
-    ] = None,
+    calibrate: Calibrate = None,
+    method: Method = None,
     samples: Annotated[int, Option(min=1, help="Windows of text to calibrate on.")] = 128,
     length: Length = 2048,
     kv_scales: Annotated[
@@ -164,19 +166,19 @@ def quantize(
         warn_of_few_bits,
     )
 
-    def bare() -> Any:
-        return bare_model(dense_directory(check_paths(model, out, overwrite)))
+    def directory() -> Path:
+        return dense_directory(check_paths(model, out, overwrite))
 
-    chosen = plan_of_options(formats, plan, calibrate is not None, bare)
+    chosen = plan_of_options(formats, plan, calibrate is not None, lambda: bare_model(directory()))
     with pushing(out, push_to):
         if method == "grid":
-            method = trained_method(dense_directory(check_paths(model, out, overwrite)), chosen)
+            method = trained_method(directory(), chosen)
         rounded = calibrate is None and method is None
         text = None
         if calibrate is not None and method != "grid":
             text = calibration_of(calibrate, samples, length, kv_scales)
         elif method != "grid" and (formats or plan or method):
-            dense_directory(check_paths(model, out, overwrite))  # before a word of what comes next
+            directory()  # before a word of what comes next
             text = default_calibration(chosen, method)
         if text is None:
             warn_of_few_bits(chosen)
@@ -326,36 +328,30 @@ def plan(
     Measures on text (--calibrate) how much each layer's rounding costs the model, and explains the
     choice. Without text it goes by the errors of the weights, as if all layers mattered alike.
     """
-    chosen_formats = listed(candidates, "--candidates")
+    schemes = listed(candidates, "--candidates")
     if calibrate is None:
         no_effect(context, "without --calibrate", "samples", "length")
     say(f"loading {model}")
     check_outputs(out, plot=plot)
-
-    from anybit.core.scheme import parse_scheme
-
-    for scheme in chosen_formats:  # what is unknown is told before the model is loaded
-        parse_scheme(scheme)
-
     from anybit.checkpoint.architecture import dense_config
     from anybit.checkpoint.foreign.ready import dense_directory
     from anybit.checkpoint.save_load import load_dense
     from anybit.cli.options import calibration_of
+    from anybit.core.scheme import parse_scheme
     from anybit.planning.allocate import plan_formats
 
+    for scheme in schemes:  # what is unknown is told before the model is loaded
+        parse_scheme(scheme)
     directory = dense_directory(model)
     dense_config(directory)
-    text = None if calibrate is None else calibration_of(calibrate, samples, length)
-    if text is None:
+    text = None
+    if calibrate is None:
         say("no --calibrate: planning by the errors of the weights alone")
     else:
+        text = calibration_of(calibrate, samples, length)
         text.check_file()
     chosen = plan_formats(
-        load_dense(directory),
-        text,
-        bits,
-        candidates=chosen_formats,
-        head=None if head == "none" else head,
+        load_dense(directory), text, bits, candidates=schemes, head=None if head == "none" else head
     )
     typer.echo(chosen.table())
     if out:
@@ -403,7 +399,6 @@ def generate(
     def show(piece: str) -> None:
         nonlocal begun
         typer.echo(piece if begun else prompt + piece, nl=False)
-        sys.stdout.flush()
         begun = True
 
     loaded, tokenizer = load_text_model(model)

@@ -396,9 +396,9 @@ def bytes_of(text: str) -> float:
     return float(found[1]) * (2.0**30 if found[2] == "gib" else 1e9)
 
 
-def show(found: Info, console: Console | None = None) -> None:
+def show(found: Info) -> None:
     """Print it."""
-    console = console or Console()
+    console = Console()
     console.width = max(console.width, 100)  # where a cell is cut, a number says something else
 
     def say(text: str) -> None:

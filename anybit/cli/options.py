@@ -83,8 +83,7 @@ def default_calibration(plan: Mapping[str, str | None], method: str | None) -> C
         f"{scheme}: calibrating on Python's documentation ({time}--calibrate FILE takes your text; "
         "--method rtn rounds to nearest, in seconds)"
     )
-    length = LENGTHS[device]
-    return Calibration(texts, samples=WINDOWS, length=length)
+    return Calibration(texts, samples=WINDOWS, length=LENGTHS[device])
 
 
 def time_of(plan: Mapping[str, str | None]) -> str:

@@ -11,52 +11,53 @@ from anybit.cli.group import check_outputs, listed, no_effect
 from anybit.progress import say
 from anybit.serve.options import MODEL_HELP
 
+Scored = Annotated[
+    str | None,
+    Argument(help=f"A model: {MODEL_HELP} Or llama.cpp:FILE.gguf, or a server: http://HOST:PORT."),
+]
+Against = Annotated[
+    str | None,
+    Option(help="The dense model, or a file of --save-reference: adds KL and others."),
+]
+Text = Annotated[
+    Path | None,
+    Option(help="Text to score, as for --calibrate, prose too; modules of Python if absent."),
+]
+AnswersOnly = Annotated[
+    bool, Option("--answers-only", help="Score answers in conversations alone.")
+]
+Receipt = Annotated[Path | None, Option("--json", help="Write a receipt to this file as well.")]
+Card = Annotated[
+    bool, Option("--card", help="Put the figures into the README.md of MODEL as well.")
+]
+SaveReference = Annotated[
+    Path | None, Option(help="Keep this pass in a file, as a reference for --against.")
+]
+Verify = Annotated[
+    Path | None, Option(help="Repeat the scoring of this receipt, and tell what differs.")
+]
+RunCode = Annotated[bool, Option("--run-code", help="Let tasks execute what the model writes.")]
 OF_TEXT = ("text", "tokens", "answers_only")
 UNTOLD = ("intervals", "thirds", "receipt", "seconds")  # in lines of their own, or in JSON alone
 
 
 def evaluate(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        Argument(
-            help=f"A model: {MODEL_HELP} Or llama.cpp:FILE.gguf, or a server: http://HOST:PORT."
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        Option(help="The dense model, or a file of --save-reference: adds KL and others."),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        Option(help="Text to score, as for --calibrate, prose too; modules of Python if absent."),
-    ] = None,
-    answers_only: Annotated[
-        bool, Option("--answers-only", help="Score answers in conversations alone.")
-    ] = False,
+    model: Scored = None,
+    against: Against = None,
+    text: Text = None,
+    answers_only: AnswersOnly = False,
     tokens: Annotated[int, Option(min=2, help="Score at most so many tokens.")] = 65536,
-    json_file: Annotated[
-        Path | None, Option("--json", help="Write a receipt to this file as well.")
-    ] = None,
-    card: Annotated[
-        bool, Option("--card", help="Put the figures into the README.md of MODEL as well.")
-    ] = False,
-    save_reference: Annotated[
-        Path | None,
-        Option(help="Keep this pass in a file, as a reference for --against."),
-    ] = None,
-    verify: Annotated[
-        Path | None,
-        Option(help="Repeat the scoring of this receipt, and tell what differs."),
-    ] = None,
+    json_file: Receipt = None,
+    card: Card = False,
+    save_reference: SaveReference = None,
+    verify: Verify = None,
     tasks: Annotated[
         str | None, Option(help="Run these tasks of lm-eval instead, separated by ','.")
     ] = None,
     limit: Annotated[int | None, Option(min=1, help="Documents of each task.")] = None,
     batch: Annotated[int, Option(min=1, help="Batch size.")] = 8,
-    run_code: Annotated[
-        bool, Option("--run-code", help="Let tasks execute what the model writes.")
-    ] = False,
+    run_code: RunCode = False,
 ) -> None:
     """Print a model's perplexity on text, or its results on tasks, beside the dense model's.
 
