@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from anybit.checkpoint.foreign.base import Given, Layer
 from anybit.checkpoint.foreign.convert import reader_of
 from anybit.core.packed import Packed
+from anybit.errors import InvalidInput
 from anybit.files.safetensors import read_header
 
 N, K = 64, 96
@@ -111,6 +112,8 @@ def test_gptq_bits_of_a_layer_may_differ_from_the_configs(tmp_path: Path) -> Non
     weight = ((q - 128).astype(np.float32) * s).T
     config = {"bits": 4, "dynamic": {"a": {"bits": 8}}}
     same(read("gptq", config, tmp_path, tensors), weight, "int8")
+    with pytest.raises(InvalidInput, match="do not fit each other in 0 bits"):
+        read("gptq", config, tmp_path, tensors | {"g_idx": np.zeros(32 * K, np.int32)})
     del tensors["g_idx"]
     same(read("gptq", {"bits": 8}, tmp_path, tensors), weight, "int8")
 

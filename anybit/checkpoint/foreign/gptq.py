@@ -74,7 +74,7 @@ def layer(
     g_idx = groups_of_columns(part, groups if act_order else 0)
     if varied and g_idx is not None and len(g_idx.shape) == 1:
         bits = qweight.shape[0] * 32 // g_idx.shape[0]
-    k = qweight.shape[0] * 32 // bits
+    k = qweight.shape[0] * 32 // (bits or 1)
     fit = k * bits == qweight.shape[0] * 32 and (g_idx is None or g_idx.shape == (k,))
     if bits not in BITS or not groups or k % groups or not fit:
         raise InvalidInput(
