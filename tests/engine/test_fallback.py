@@ -203,7 +203,7 @@ def test_server_streams_and_aborts(make: Callable[[str], Path]) -> None:
         events = live.post("/v1/completions", body | {"stream": True}).text.split("\n\n")
         assert len(events) > 5
         assert events[-2] == "data: [DONE]"
-        long = body | {"max_tokens": 5000, "stream": True}
+        long = body | {"max_tokens": 5000, "stream": True, "ignore_eos": True}
         url = live.url + "/v1/completions"
         with held(llm.engine):
             with httpx.stream("POST", url, json=long, timeout=60) as stream:

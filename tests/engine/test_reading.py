@@ -58,7 +58,8 @@ def check_same(source: Path, found: Reading) -> None:
     assert found.stored == want.stored
     assert found.known == want.known
     assert found.certain >= want.certain  # of codes, which transformers does not know
-    assert found.named == want.named
+    named = {name: scheme for name, scheme in want.named.items() if not name.endswith(".router")}
+    assert found.named == named  # Jamba's is a linear layer in older releases, and stays dense
     old, new = vars(want.config), vars(found.config)
     assert not [name for name, value in new.items() if name[0] != "_" and old.get(name) != value]
 
@@ -105,7 +106,8 @@ def test_what_a_start_quantizes_is_told_the_same(
     found, _ = read(source, spec)
     assert found.config.tie_word_embeddings == want.config.tie_word_embeddings
     assert found.schemes == want.schemes
-    assert found.named == want.named
+    named = {name: scheme for name, scheme in want.named.items() if not name.endswith(".router")}
+    assert found.named == named  # Jamba's is a linear layer in older releases, and stays dense
     assert found.stored.keys() == want.stored.keys()
     assert (found.known, found.certain) == (want.known, want.certain)
 
