@@ -68,7 +68,8 @@ def quantize_tokens(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = INT8_LARGEST if activation == "int8" else FP8_LARGEST
-    scale = x.abs().amax(-1, keepdim=True) / largest
+    most = x.abs().amax(-1, keepdim=True)
+    scale = most / torch.full_like(most, largest)  # by a number, GPUs multiply by its inverse
     scale = torch.where(scale == 0, 1.0, scale)
     if activation == "int8":
         return (x / scale).round().clamp(-127, 127).to(torch.int8), scale

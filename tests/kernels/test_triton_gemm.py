@@ -243,6 +243,14 @@ def test_fused_norm_and_silu_quantize_what_torch_computes() -> None:
         assert torch.equal(total, codes.int().sum(1).int())
 
 
+def test_scales_of_tokens_are_correctly_rounded() -> None:
+    """By kernels and by the definition, on every device; one in sixteen was not on a GPU."""
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(4)).half()
+    want = (x.double().abs().amax(1) / 127).float()
+    for quantize in (activations.quantize, reference.quantize_tokens):
+        assert torch.equal(quantize(x.to(DEVICE), "int8")[1].flatten().cpu(), want)
+
+
 @pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize("two", [None, 2, 5])
 def test_several_programs_quantize_a_token_as_one_does(

@@ -26,7 +26,9 @@ class Int8(Numbers):
         return zeros((blocks, heads, 1, size, 1), torch.float32, device)
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        own = (x.float().abs().amax(-1, keepdim=True) / LARGEST).clamp_min(LEAST_SCALE)
+        most = x.float().abs().amax(-1, keepdim=True)
+        own = most / torch.full_like(most, LARGEST)  # by a number, GPUs multiply by its inverse
+        own = own.clamp_min(LEAST_SCALE)
         return rounded(x.float() / own), own[..., None]
 
     def decode(self, codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

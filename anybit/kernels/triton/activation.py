@@ -45,7 +45,7 @@ def _divided(v, scale):
 @triton.jit
 def _quantize(v, most, LARGEST: tl.constexpr, CODE: tl.constexpr):
     """A token's values in fp32, and the largest of them -> (codes, scale)."""
-    scale = most / LARGEST
+    scale = tl.div_rn(most, most * 0 + LARGEST)
     scale = tl.where(scale == 0, 1.0, scale)
     q = _divided(v, scale)
     if LARGEST == 448:
