@@ -180,7 +180,7 @@ def calls(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_port_in_use_is_told_before_options_that_need_imports(tiny: Path) -> None:
     with bind("127.0.0.1", 0) as listener:
         port = str(listener.getsockname()[1])
-        code, output = serve(tiny, "--port", port, "--tool-parser", "x")
+        code, output = serve(tiny, "--port", port, "--format", "x")
     assert (code, "cannot listen" in output) == (1, True)
 
 
