@@ -7,10 +7,12 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import httpx
 
 Connect = Callable[[], "httpx.AsyncClient"]
+Plan = list[tuple[float, int, int]]  # of requests: arrival, tokens of the prompt and the answer
 REFUSALS = (400, 404, 405, 422, 501)  # of a form that a server does not know
 WORDS = (
     "time",
@@ -140,12 +143,12 @@ class Load:
     streams: int = 16
     requests: int = 64
 
-    def plan(self, rng: random.Random) -> list[tuple[float, int, int]]:
+    def plan(self, rng: random.Random) -> Plan:
         """Each request's arrival in seconds, tokens of its prompt, and of its answer."""
         if self.rate is None:
             return [(0, self.prompt.draw(rng), self.output.draw(rng)) for _ in range(self.requests)]
         at = rng.expovariate(self.rate)
-        out: list[tuple[float, int, int]] = []
+        out: Plan = []
         while at < self.seconds or not out:
             out.append((at, self.prompt.draw(rng), self.output.draw(rng)))
             at += rng.expovariate(self.rate)
@@ -277,12 +280,23 @@ async def ask(client: "httpx.AsyncClient", form: Form, body: dict[str, Any], see
         seen.error = "the answer has no tokens"
 
 
-async def put(load: Load, connect: Connect, form: Form, model: str, largest: int) -> list[Seen]:
+async def put(
+    load: Load, connect: Connect, form: Form, model: str, largest: int, plan: Plan, begin: float
+) -> list[Seen]:
     """Ask for random prompts of tokens from `SMALLEST_TOKEN` up to below `largest`.
 
-    Times and lengths are the same each time; prompts are new, so that no prefix cache has them.
+    Prompts are new each time, so that no prefix cache has them.
+
+    Args:
+        load: Its rate, or its streams.
+        connect: Makes a client.
+        form: How requests are put.
+        model: Its name there.
+        largest: All tokens are below it.
+        plan: The requests.
+        begin: When times of the plan begin, of `time.perf_counter`.
     """
-    plan, rng = load.plan(random.Random(0)), random.Random()
+    rng = random.Random()
     bodies = [
         form.body(model, [rng.randrange(SMALLEST_TOKEN, largest) for _ in range(prompt)], tokens)
         for _, prompt, tokens in plan
@@ -301,13 +315,50 @@ async def put(load: Load, connect: Connect, form: Form, model: str, largest: int
 
     todo = iter(bodies)
     async with connect() as client:
-        begin = time.perf_counter()
+        await asyncio.sleep(begin - time.perf_counter())
         if load.rate is None:
             await asyncio.gather(*(repeat() for _ in range(load.streams)))
         else:
             pairs = zip(plan, bodies, strict=True)
             await asyncio.gather(*(arrive(at, body) for (at, *_), body in pairs))
     return out
+
+
+def clients() -> int:
+    """Processes that ask: one would be late at many tokens a second; a server has most cores."""
+    from anybit.kernels.processes import cores
+
+    return max(1, cores() // 4)
+
+
+def put_all(
+    load: Load, connect: Connect, form: Form, model: str, largest: int
+) -> tuple[list[Seen], float]:
+    """Put a load on a server from several processes; what was seen, and seconds.
+
+    Times and lengths are the same each time, and for any number of processes.
+    """
+    plan, most = load.plan(random.Random(0)), clients()
+    most = min(most, len(plan), load.streams if load.rate is None else most)
+    if most == 1:
+        begin = time.perf_counter()
+        seen = asyncio.run(put(load, connect, form, model, largest, plan, begin))
+        return seen, time.perf_counter() - begin
+    with ProcessPoolExecutor(most, get_context("spawn")) as pool:
+        wait([pool.submit(time.sleep, 0.5) for _ in range(most)])  # all of them have begun
+        begin = time.perf_counter() + 1.0  # and made their prompts
+        parts = []
+        for at in range(most):
+            own = replace(load, streams=len(range(at, load.streams, most)))
+            given = own, connect, form, model, largest, plan[at::most], begin
+            parts.append(pool.submit(put_part, *given))
+        seen = [one for part in parts for one in part.result()]
+    return seen, max((one.times[-1] for one in seen if one.times), default=begin) - begin
+
+
+def put_part(*given: Any) -> list[Seen]:
+    """`put` in a process of its own."""
+    return asyncio.run(put(*given))
 
 
 def run(
@@ -352,9 +403,8 @@ def run(
             show(str(form))
         before = drafts(url, headers)
         for load in loads:
-            start = time.perf_counter()
-            seen = asyncio.run(put(load, connect, form, model, largest_token))
-            row = summary(seen, time.perf_counter() - start)
+            seen, seconds = put_all(load, connect, form, model, largest_token)
+            row = summary(seen, seconds)
             tell_failures(seen, show)
             if not rows:
                 show(HEAD)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from anybit.cli.app import app
 from anybit.errors import InvalidInput
+from anybit.serve import bench as load_client
 from anybit.serve.bench import Lengths, Load, Seen, summary
 from tests.serve.conftest import Live
 
@@ -207,3 +208,23 @@ def test_figures() -> None:
     assert (row["requests"], row["failed"], row["out_tok_s"]) == (3, 1, 2)
     found = [row["ttft_p50_ms"], row["tpot_p50_ms"], row["itl_max_ms"]]
     assert found == pytest.approx([500, 200, 300])
+
+
+@pytest.mark.parametrize(
+    "options", [("--rate", 20, "--seconds", 1), ("--streams", 3, "--requests", 7)]
+)
+def test_several_processes_put_the_load_of_one(
+    stand_in: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    asked, rows = [], []
+    for count in (1, 2):
+        monkeypatch.setattr(load_client, "clients", lambda count=count: count)
+        url, seen = stand_in(as_vllm)
+        more = "--prompt", "5~1.0:2-9", "--output", "3~1.0:1-6", "--json", tmp_path / "rows.json"
+        bench(url, *options, *more)
+        rows.append(json.loads((tmp_path / "rows.json").read_text())["rows"][0])
+        asked.append(sorted((len(b["prompt"]), b["max_tokens"]) for _, b in seen[1:]))
+    assert asked[0] == asked[1]
+    assert rows[0]["requests"] == rows[1]["requests"] == len(asked[0])
+    assert rows[1]["failed"] == 0
+    assert rows[1]["ttft_p50_ms"] >= 1000 * STEP
