@@ -61,6 +61,11 @@ def rest(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return left.round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
 
 
+def over(x: Tensor, number: float) -> Tensor:
+    """x / number, correctly rounded on every device: GPUs multiply by the inverse of a number."""
+    return x / torch.full_like(x, number)
+
+
 def quantize_tokens(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Per-token symmetric quantization: codes (..., K) int8 or float8_e4m3fn, scale (..., 1) fp32.
 
@@ -68,8 +73,7 @@ def quantize_tokens(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = INT8_LARGEST if activation == "int8" else FP8_LARGEST
-    most = x.abs().amax(-1, keepdim=True)
-    scale = most / torch.full_like(most, largest)  # by a number, GPUs multiply by its inverse
+    scale = over(x.abs().amax(-1, keepdim=True), largest)
     scale = torch.where(scale == 0, 1.0, scale)
     if activation == "int8":
         return (x / scale).round().clamp(-127, 127).to(torch.int8), scale

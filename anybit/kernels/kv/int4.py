@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.kv.format import Numbers, zeros
+from anybit.kernels.reference import over
 
 MOST = 15.0  # code
 # fp16 has nothing smaller; zeros, whose range is none, need a scale to be divided by.
@@ -82,8 +83,7 @@ def encode(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Codes (..., D / 2) uint8 of x (..., D), and scales and lows (..., groups, 2) fp16."""
     x = x.float().unflatten(-1, (groups, -1))
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    scale = (high - low) / torch.full_like(high, MOST)  # by a number, GPUs multiply by its inverse
-    scale = scale.clamp_min(LEAST_SCALE)
+    scale = over(high - low, MOST).clamp_min(LEAST_SCALE)
     grid = torch.cat((scale, low), -1).half()
     scale, low = grid.float().split(1, -1)
     codes = ((x - low) / scale).round().clamp(0, MOST).to(torch.uint8).flatten(-2)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from anybit.kernels.kv.format import Numbers, zeros
+from anybit.kernels.reference import over
 
 LARGEST = 127.0
 # Scales of zeros would divide by zero; any other scale keeps zeros as they are.
@@ -26,9 +27,7 @@ class Int8(Numbers):
         return zeros((blocks, heads, 1, size, 1), torch.float32, device)
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        most = x.float().abs().amax(-1, keepdim=True)
-        own = most / torch.full_like(most, LARGEST)  # by a number, GPUs multiply by its inverse
-        own = own.clamp_min(LEAST_SCALE)
+        own = over(x.float().abs().amax(-1, keepdim=True), LARGEST).clamp_min(LEAST_SCALE)
         return rounded(x.float() / own), own[..., None]
 
     def decode(self, codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
