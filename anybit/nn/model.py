@@ -23,12 +23,12 @@ from anybit.nn.plan import Plan, Spec, plan_of, quantization_config, resolve
 from anybit.nn.quantized import Quantized
 from anybit.nn.tied import (
     check_ties,
-    layer_of,
     output_embeddings,
     task_heads,
     tie_again,
     tied_heads,
     tied_layers,
+    ties_others,
 )
 
 log = logging.getLogger(__name__)
@@ -162,17 +162,16 @@ def outline_of(model: nn.Module) -> Outline:
     """What plans go by. model: a dense one; it may be on the meta device."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     fused, tied = dict(fused_experts(model)), tied_heads(model)
-    ties = getattr(model, "all_tied_weights_keys", {})
     return Outline(
         dense_layers(model),
         embedding_layers(model),
-        output_embeddings(model) | task_heads(model),
+        output_embeddings(model) or task_heads(model),
         tied,
         gates(model),
         getattr(model, "config", None),
         more=tuple(n for n, m in linears if not is_linear(m)),
         unknown=tuple(n for n, m in model.named_modules() if holds_experts(m) and n not in fused),
-        others=not {layer_of(key) for key in ties} <= tied.keys(),
+        others=ties_others(model, tied),
     )
 
 

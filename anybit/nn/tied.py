@@ -31,7 +31,7 @@ def task_heads(model: nn.Module) -> set[str]:
     """
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
-    if labels is None or output_embeddings(model):
+    if labels is None:
         return set()
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if isinstance(base, nn.Module):
@@ -111,10 +111,15 @@ def sharing_heads(model: nn.Module, schemes: Mapping[str, str | None]) -> dict[s
     Returns:
         The embeddings, by the layers' names.
     """
-    heads, ties = tied_heads(model), getattr(model, "all_tied_weights_keys", {})
-    if not {layer_of(key) for key in ties} <= heads.keys():  # more is tied than heads
-        return {}
-    return layers_that_share(heads, schemes)
+    heads = tied_heads(model)
+    return {} if ties_others(model, heads) else layers_that_share(heads, schemes)
+
+
+def ties_others(model: nn.Module, heads: Mapping[str, str]) -> bool:
+    """Whether weights are tied that are none of these heads'."""
+    return (
+        not {layer_of(key) for key in getattr(model, "all_tied_weights_keys", {})} <= heads.keys()
+    )
 
 
 def layers_that_share(tied: Mapping[str, str], schemes: Mapping[str, str | None]) -> dict[str, str]:
