@@ -1,5 +1,6 @@
 """Keys of objects in JSON schemas: however they are spelled, a declared one is no other."""
 
+import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,6 +11,8 @@ NEGATED = re.compile(r"\\.|\[\^((?:\\.|[^\]\\])+)\]", re.DOTALL)  # or an escape
 QUOTED = re.compile(r'"|\\\\|\\x\{?(22|5[cC])')
 # Names of declared properties from which others are told apart, in characters: all, and one.
 NAMES, LONGEST = 2000, 100
+# What a pattern's matches begin with, if it says so, and no option or repetition is about that.
+HEAD = re.compile(r"\^((?:[\w-](?![?*{]))*)[^|]*")
 
 
 def declared(parts: list[dict[str, Any]]) -> list[str]:
@@ -41,6 +44,30 @@ def name_keys(schema: dict[str, Any], names: Iterable[str], patterns: Iterable[s
     if not own and sum(sizes) <= NAMES and max(sizes, default=0) <= LONGEST:
         own = {f"^{others([*properties])}$": rest}
     schema["patternProperties"] = own
+
+
+def patterns_of(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Schemas by patterns of keys; those of one schema that a key may match both as one pattern.
+
+    llguidance takes no key that matches two. Of two schemas, a key of both would need a pattern of
+    its own, and so would the keys of one alone.
+    """
+    out: dict[str, Any] = {}
+    for each, schema in schemas.items():
+        new, text = pattern(each), json.dumps(schema)
+        alike = [p for p, known in out.items() if json.dumps(known) == text and not apart(p, new)]
+        for other in alike:
+            new = f"({other})|({new})"
+            del out[other]
+        out[new] = schema
+    return out
+
+
+def apart(one: str, other: str) -> bool:
+    """Whether it is plain that no key matches both patterns: they begin with different texts."""
+    heads = [found[1] if (found := HEAD.fullmatch(each)) else "" for each in (one, other)]
+    short, long = sorted(heads, key=len)
+    return not long.startswith(short)
 
 
 def matches(pattern: str, name: str) -> bool:

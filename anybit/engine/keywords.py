@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from anybit.errors import InvalidInput
@@ -98,16 +98,27 @@ def check_keywords(schema: Any, target: Callable[[Any], Any]) -> None:
 
     target: what a reference leads to.
     """
-    todo, seen = [schema], set[int]()
-    while todo:
-        part = todo.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
+    for part in parts_of(schema, target):
         for key, value in part.items():
             kind = KINDS.get(key)
             if kind is not None and not kind.fits(value):
                 given = json.dumps(value)[:100]
                 raise InvalidInput(f"the JSON schema: {key} is {given}, not {kind.words}")
-            todo += kind.parts(value) if kind is not None else []
+
+
+def parts_of(schema: Any, target: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
+    """A schema, and all that are in it or that its references lead to, each once.
+
+    target: as of `check_keywords`. What is of a wrong kind has no parts.
+    """
+    todo, seen = [schema], set[int]()
+    while todo:
+        part = todo.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        for key, value in part.items():
+            kind = KINDS.get(key)
+            todo += kind.parts(value) if kind is not None and kind.fits(value) else []
         todo.append(target(part.get("$ref")))

@@ -7,36 +7,29 @@ place, and integers of 64 bits. What it cannot keep is refused.
 import json
 import math
 import re
-from collections import deque
 from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from itertools import combinations
 from typing import Any, NoReturn
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import urldefrag, urljoin
 
-from anybit.engine.keys import declared, name_keys, pattern
+from anybit.engine.keys import declared, name_keys, pattern, patterns_of
 from anybit.engine.keywords import TYPES, check_keywords, is_number, number
+from anybit.engine.references import (
+    NOTES,
+    drop_ignored,
+    effective,
+    followed,
+    place,
+    resolved,
+    target,
+)
 from anybit.errors import InvalidInput
 
 # White space as models write it: none, or one space behind `,` and `:`. Where a grammar lets them,
 # models that have nothing to say write it for ever.
 GUIDANCE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-NOTES = frozenset(
-    (
-        "title",
-        "description",
-        "$comment",
-        "default",
-        "example",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "discriminator",
-    )
-)
 NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 ITEMS = ("items", "prefixItems", "additionalItems")
 PARTS = frozenset(("properties", "patternProperties", "additionalProperties", "required", *ITEMS))
@@ -102,7 +95,8 @@ def json_rule(schema: Any) -> str:
     try:
         # Of tuples and numbers of other libraries, too.
         schema = json.loads(json.dumps(schema), parse_float=number)
-        check_keywords(schema, partial(target, root=schema))
+        drop_ignored(schema)
+        check_keywords(schema, lambda ref: target(ref, schema))
         text = json.dumps(Rewriter(schema).whole(), allow_nan=False)
     except InvalidInput:
         raise
@@ -127,6 +121,8 @@ class Rewriter:
         # Of a part that is merged with others: names and patterns of properties of all of them.
         self.joined: dict[int, tuple[dict[str, None], dict[str, None]]] = {}
         self.groups: set[frozenset[int]] = set()  # of parts that were joined
+        # What names of parts are relative to, and the parts by (URI, fragment).
+        self.base, self.names = "", {("", ""): root}
         self.merged = self.steps = 0  # characters of names that objects have got; parts
 
     def whole(self) -> dict[str, Any]:
@@ -153,8 +149,7 @@ class Rewriter:
             return [self.schema(item) for item in schema]
         if not isinstance(schema, dict):
             return schema
-        if schema is not self.root:
-            self.check_base(schema)
+        outside = self.enter(schema)
         out: dict[str, Any] = {}
         for key, value in schema.items():
             if key in NOTES or (key == "uniqueItems" and isinstance(value, bool)):
@@ -162,8 +157,8 @@ class Rewriter:
             if key == "format" and isinstance(value, str) and value not in FORMATS:
                 continue
             if key in NAMED and isinstance(value, dict):
-                named = pattern if key == "patternProperties" else str
-                out[key] = {named(name): self.schema(inner) for name, inner in value.items()}
+                named = patterns_of(value) if key == "patternProperties" else value
+                out[key] = {name: self.schema(inner) for name, inner in named.items()}
             elif key == "oneOf" and "anyOf" not in schema and self.exclusive(value):
                 out["anyOf"] = self.schema(value)
             elif key == "pattern" and isinstance(value, str):
@@ -189,23 +184,37 @@ class Rewriter:
         names = declared([out]) or out.get("patternProperties")
         if names and out.get("additionalProperties") is not False:
             self.open.append((schema, out))
+        self.base = outside
         return out
 
-    def check_base(self, schema: dict[str, Any]) -> None:
-        """Refuse a part with the whole's name, or with one of its own and references (`#`)."""
-        key = "id" if "draft-04" in str(self.root.get("$schema")) else "$id"
-        name, whole = schema.get(key), urldefrag(str(self.root.get(key, "")))[0]
-        if not isinstance(name, str) or name[:1] == "#":
-            return
-        if urldefrag(urljoin(whole, name))[0] == whole:
-            raise InvalidInput(
-                f"the JSON schema: {key} {name!r:.100} names two schemas; rename one"
-            )
-        if LOCAL.search(json.dumps(schema)):
-            raise InvalidInput(
-                f"the JSON schema: {key} {name!r:.100} has references (#) into a part of the "
-                f"schema instead of the whole; leave out that {key}"
-            )
+    def enter(self, schema: dict[str, Any]) -> str:
+        """Note the names of a part, and what they are relative to in it; what they were before.
+
+        Refuse a name of another part, of which one would be enforced for both, and one of a part
+        with references (`#`).
+        """
+        outside, key = self.base, "id" if "draft-04" in str(self.root.get("$schema")) else "$id"
+        for keyword in (key, "$anchor", "$dynamicAnchor"):
+            name = schema.get(keyword)
+            if not isinstance(name, str):
+                continue
+            name = name if keyword == key else f"#{name}"
+            uri, fragment = urldefrag(urljoin(self.base, name))
+            if not name.startswith("#"):
+                self.base, fragment = uri, ""
+            first = self.names.setdefault((uri, fragment), schema)
+            if first is not schema:
+                places = f"at {place(first, self.root)} and at {place(schema, self.root)}"
+                raise InvalidInput(
+                    f"the JSON schema: {keyword} {name!r:.100} names two schemas, {places:.300}; "
+                    "rename one"
+                )
+            if uri != outside and schema is not self.root and LOCAL.search(json.dumps(schema)):
+                raise InvalidInput(
+                    f"the JSON schema: {key} {name!r:.100} has references (#) into a part of the "
+                    f"schema instead of the whole; leave out that {key}"
+                )
+        return outside
 
     def depth(self, schema: Any) -> int:
         """How many schemas that say what its parts may be a value may have to fit; 2: or more."""
@@ -230,7 +239,9 @@ class Rewriter:
         self.groups.add(group)
         names = dict.fromkeys(declared(parts))
         mapped = [part for part in parts if isinstance(part.get("patternProperties"), dict)]
-        patterns = {pattern(each): None for part in mapped for each in part["patternProperties"]}
+        patterns = {
+            name: None for each in mapped for name in patterns_of(each["patternProperties"])
+        }
         rests = [part.get("additionalProperties") for part in parts]
         rests += [inner for part in mapped for inner in part["patternProperties"].values()]
         rests = [rest for rest in rests if isinstance(rest, dict)]
@@ -275,15 +286,6 @@ class Rewriter:
         return all(apart(*pair) for pair in combinations(range(len(options)), 2))
 
 
-def resolved(schema: Any, root: Any) -> Any:
-    """What a schema refers to in a document, if it does nothing but that."""
-    for _ in range(8):
-        if not isinstance(schema, dict) or schema.keys() - NOTES != {"$ref"}:
-            break
-        schema = target(schema["$ref"], root)
-    return schema
-
-
 def count_keys(schema: dict[str, Any]) -> None:
     """Refuse what two keys of one name would get round: they count as one."""
     least: Any = schema.get("minProperties")
@@ -294,38 +296,6 @@ def count_keys(schema: dict[str, Any]) -> None:
             f"the JSON schema: minProperties {least} with {known} names in required cannot be "
             "kept, as keys may come twice; name more in required, or leave minProperties out"
         )
-
-
-def target(ref: Any, root: Any) -> Any:
-    """What a reference names in a document; None if it is of another document, or names nothing."""
-    if ref == "#":
-        return root
-    if not isinstance(ref, str) or ref[:2] != "#/":
-        return None
-    found = root
-    for part in unquote(ref[2:]).split("/"):
-        part = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            found = found.get(part) if isinstance(found, dict) else None
-    return found
-
-
-def followed(schema: Any, root: Any) -> list[dict[str, Any]]:
-    """A schema, and those that it refers to or has as parts or options, each once."""
-    out: list[dict[str, Any]] = []
-    todo, seen = deque([schema]), set()
-    while todo:
-        part = todo.popleft()
-        if isinstance(part, dict) and id(part) not in seen:
-            out.append(part)
-            seen.add(id(part))
-            todo.append(target(part.get("$ref"), root))
-            for key in ("allOf", "anyOf", "oneOf"):
-                options = part.get(key)
-                todo += options if isinstance(options, list) else []
-    return out
 
 
 def kinds(schema: Any, root: Any, known: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
@@ -339,6 +309,7 @@ def kinds(schema: Any, root: Any, known: dict[str, frozenset[str]] | None = None
     found = KINDS
     if not isinstance(schema, dict):
         return found
+    schema = effective(schema, root)
     ref, types = schema.get("$ref"), schema.get("type")
     if isinstance(ref, str):
         if ref not in known:

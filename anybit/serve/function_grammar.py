@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from anybit.engine.schemas import KINDS, NOTES, followed, json_rule, kind, kinds, resolved, target
+from anybit.engine.references import NOTES, followed, resolved, target
+from anybit.engine.schemas import KINDS, json_rule, kind, kinds
 from anybit.serve.functions import CLOSE, OPEN, typed
 
 # What a value would be cut at: another parameter, and two marks of a call in a row.
@@ -159,11 +160,12 @@ def narrowed(part: dict[str, Any], to: Any, root: Any) -> dict[str, Any]:
 
 
 def document(schema: Any, root: dict[str, Any]) -> Any:
-    """A part of a document as one of its own: its references lead into the other."""
+    """A part of a document as one of its own, of its draft: its references lead into the other."""
+    draft = {"$schema": root["$schema"]} if "$schema" in root else {}
     if '"$ref"' not in json.dumps(schema):
-        return {} if schema is True else schema
+        return draft if schema is True else schema | draft
     inner = {key: moved(value) for key, value in root.items() if key != "$id"}
-    return moved(schema) | {"$defs": {"root": inner}}
+    return moved(schema) | {"$defs": {"root": inner}} | draft
 
 
 def moved(schema: Any) -> Any:

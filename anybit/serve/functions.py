@@ -6,7 +6,8 @@ import re
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from anybit.engine.schemas import followed, kind, kinds
+from anybit.engine.references import followed
+from anybit.engine.schemas import kind, kinds
 from anybit.errors import InvalidInput
 
 OPEN, CLOSE = ("<tool_call>", "<function="), ("</function>", "</tool_call>")

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from anybit.engine.keys import pattern
 from anybit.engine.keywords import KINDS
-from anybit.engine.schemas import Rewriter, json_rule
+from anybit.engine.schemas import Rewriter, json_rule, kinds
 from anybit.engine.structured import Grammars, Structured
 from anybit.errors import InvalidInput
 from tests.engine.conftest import PICO
@@ -289,6 +289,48 @@ def test_a_part_has_another_name_than_the_whole(takes: Takes, name: str) -> None
     assert not takes(schema | {"$defs": {"part": {"$id": "food"}}}, "1")
 
 
+@pytest.mark.parametrize(
+    ("part", "draft"),
+    [
+        ({"$id": "part"}, "https://json-schema.org/draft/2020-12/schema"),
+        ({"$id": "part#"}, "http://json-schema.org/draft-07/schema#"),
+        ({"id": "part"}, "http://json-schema.org/draft-04/schema#"),
+        ({"$id": "#part"}, "http://json-schema.org/draft-06/schema#"),
+        ({"$anchor": "part"}, "https://json-schema.org/draft/2019-09/schema"),
+    ],
+)
+def test_two_parts_have_two_names(part: dict[str, str], draft: str) -> None:
+    """Or else the later is enforced for both."""
+    ((key, name),) = part.items()
+    name = f"#{name}" if key == "$anchor" else name
+    said = f"^the JSON schema: [{key[0]}]{key[1:]} '{name}' names two schemas, at #/[$]defs/a and "
+    both = {"a": part | {"type": "string"}, "b": part | {"type": "integer"}}
+    with pytest.raises(InvalidInput, match=f"{said}at #/[$]defs/b; rename one$"):
+        json_rule({"$schema": draft, "$defs": both, "properties": {"x": {"$ref": name}}})
+    inside = {"a": {"$id": "in/", "$defs": {"c": {"$id": "../b"}}}, "b": {"$id": "b"}}
+    with pytest.raises(InvalidInput, match=r"at #/\$defs/b and at #/\$defs/a/\$defs/c;"):
+        json_rule({"$id": "https://x/y", "$defs": dict(reversed(inside.items()))})
+    json_rule({"$defs": {"a": {"$id": "in/", "$defs": {"c": {"$id": "b"}}}, "b": {"$id": "b"}}})
+
+
+@pytest.mark.parametrize("number", ["4", "6", "7"])
+def test_what_stands_beside_a_reference_applies_as_of_2019(takes: Takes, number: str) -> None:
+    """Until draft 7 nothing does, whatever reads the schema."""
+    small: dict[str, Any] = {"$ref": "#/definitions/n", "maximum": 5, "minLength": -1}
+    root = {"properties": {"n": small}, "required": ["n"], "definitions": {"n": {"maximum": 9}}}
+    for start in ("http", "https"):
+        old = {"$schema": f"{start}://json-schema.org/draft-0{number}/schema#"} | root
+        for document in (old, {"$ref": "#/definitions/whole", "type": "null"} | old):
+            document["definitions"] = root["definitions"] | {"whole": root | {"type": "object"}}
+            assert takes(document, '{"n":9}')
+            assert not takes(document, '{"n":10}')
+        assert kinds(old | {"$ref": "#/definitions/n", "type": "null"}, old) != {"null"}
+    del small["minLength"]
+    for new in ({}, {"$schema": "https://json-schema.org/draft/2019-09/schema#"}):
+        assert takes(new | root, '{"n":5}')
+        assert not takes(new | root, '{"n":9}')
+
+
 def test_prefix_items_hold_beside_additional_items(takes: Takes) -> None:
     schema = {"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False}
     assert takes(schema, '["a"]')
@@ -314,6 +356,28 @@ def test_any_value_behind_any_keyword_is_taken_or_named() -> None:
 def test_keys_that_may_match_two_patterns_are_refused(takes: Takes) -> None:
     """Also where parts of an allOf have one each; as one pattern they count once."""
     parts = [{"type": "object", "patternProperties": {p: {}}} for p in ("^a", "b$")]
-    with pytest.raises(InvalidInput, match="a key may match two of its patternProperties"):
-        takes({"allOf": parts}, "{}")
+    both = {"^a": {"const": True}, "b$": {"const": 1}}
+    for schema in ({"allOf": parts}, {"type": "object", "patternProperties": both}):
+        with pytest.raises(InvalidInput, match="a key may match two of its patternProperties"):
+            takes(schema, "{}")
     assert takes({"allOf": [parts[0], parts[0]]}, '{"ab": 1}')
+
+
+def test_patterns_of_one_schema_may_match_one_key(takes: Takes) -> None:
+    integer = {"type": "integer"}
+    patterns = {"^a": integer, "^c": integer, "^.*b$": integer, "^x.*a$": {"type": "string"}}
+    schema = {"type": "object", "patternProperties": patterns, "properties": {"cab": True}}
+    for text, took in (
+        ('{"ab":1,"ba":1}', False),
+        ('{"cb":1,"ca":2}', True),
+        ('{"ab":1,"bb":2,"cb":3}', True),
+        ('{"ab":"s"}', False),
+        ('{"cab":"s"}', False),
+        ('{"xa":"s"}', True),
+        ('{"xa":1}', False),
+    ):
+        assert takes(schema, text) == took, text
+    # Those that begin otherwise stay as they are, so that another part may name one of them.
+    assert takes({"allOf": [schema, {"patternProperties": {"^x.*a$": True}}]}, '{"xa":"s"}')
+    apart = {"type": "object", "patternProperties": {"^a": integer, "^c": integer}}
+    assert takes({"allOf": [apart, {"patternProperties": {"^a": {"minimum": 2}}}]}, '{"a":2}')
