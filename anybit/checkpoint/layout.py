@@ -7,9 +7,9 @@ that transformers makes it of (`Made`), or hold the experts of a block, which it
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from anybit.checkpoint.names import (
     targets_of,
 )
 from anybit.errors import InvalidInput, in_a_line, probing
-from anybit.files.safetensors import Stored
+from anybit.files.safetensors import DTYPES, NAMES, Stored
 from anybit.nn.experts import Layout as ExpertLayout
 from anybit.nn.experts import layers_of
 
@@ -49,6 +49,11 @@ class Conversion:
     first: str
     sources: Mapping[str, dict[str, Stored]]
     names: Names
+
+    @classmethod
+    def begun(cls, converter: Any, first: str, names: Names) -> "Conversion":
+        """One whose sources are to be added."""
+        return cls(converter, first, {known: {} for known in converter.source_patterns}, names)
 
     @property
     def stored(self) -> dict[str, Stored]:
@@ -74,8 +79,26 @@ class Conversion:
     def whole(self) -> bool:
         """Whether all that it needs is stored; of a merge, every expert."""
         counts = {len(tensors) for tensors in self.sources.values()}
-        wanted = {len(self.names.state[self.first])} if is_merge(self.converter) else counts
-        return all(counts) and counts == wanted
+        if is_merge(self.converter):
+            return counts == {len(self.names.state[self.first])}
+        return (all(counts) and len(counts) == 1) or self.spares
+
+    @property
+    def spares(self) -> bool:
+        """Whether it makes tensors of the model's shapes without those that are not stored.
+
+        Scales are not stored beside dense weights, say.
+        """
+        state, found = self.names.state, self.tried
+        return all(n in found and found[n].shape == state[n].shape for n in self.targets)
+
+    @cached_property
+    def tried(self) -> dict[str, Tensor]:
+        """What it makes, without contents; nothing where transformers can make nothing of it."""
+        try:
+            return run(self, Stored.meta)
+        except InvalidInput:
+            return {}
 
     def experts(self, layout: ExpertLayout) -> dict[str, Stored]:
         """Of a merge: the tensors of single experts, by their names in the model."""
@@ -90,10 +113,15 @@ class Conversion:
 @lru_cache(maxsize=1)  # q, k and v are made of one tensor, and asked for one after the other
 def convert(conversion: Conversion) -> dict[str, Tensor]:
     """Read, and make the model's tensors."""
+    return run(conversion, Stored.read)
+
+
+def run(conversion: Conversion, read: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
+    """Make the model's tensors of those that `read` returns."""
     converter, model = copy.deepcopy(conversion.converter), conversion.names.model
     for pattern, tensors in conversion.sources.items():
         for tensor in tensors.values():
-            converter.add_tensor(conversion.first, pattern, pattern, tensor.read())
+            converter.add_tensor(conversion.first, pattern, pattern, read(tensor))
     try:
         with probing():
             made = converter.convert(conversion.first, model=model, config=model.config)
@@ -111,13 +139,15 @@ class Made:
 
     Attributes:
         of: The first of those.
-        shape: Of what is made; its dtype is theirs.
+        shape: Of what is made.
         make: Reads and makes it.
+        dtype: Of what is made, as in headers of safetensors.
     """
 
     of: Stored
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    dtype: str
 
     @property
     def file(self) -> Path:
@@ -128,12 +158,8 @@ class Made:
         return self.of.start
 
     @property
-    def dtype(self) -> str:
-        return self.of.dtype
-
-    @property
     def torch_dtype(self) -> torch.dtype:
-        return self.of.torch_dtype
+        return DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +175,8 @@ Tensors = Stored | Made
 def made(conversion: Conversion, name: str, shape: tuple[int, ...]) -> Made:
     """A weight of the model that transformers makes of stored tensors."""
     one = conversion.one
+    made_of_codes = one.nbytes == math.prod(one.shape) and name in conversion.tried
+    dtype = NAMES[conversion.tried[name].dtype] if made_of_codes else one.dtype
 
     def make() -> Tensor:
         found = convert(conversion).get(name)
@@ -160,13 +188,13 @@ def made(conversion: Conversion, name: str, shape: tuple[int, ...]) -> Made:
             )
         return found
 
-    return Made(one, shape, make)
+    return Made(one, shape, make, dtype)
 
 
 def transposed(stored: Tensors) -> Made:
     """A matrix, transposed when it is read."""
     of = stored if isinstance(stored, Stored) else stored.of
-    return Made(of, stored.shape[::-1], lambda: stored.read().T)
+    return Made(of, stored.shape[::-1], lambda: stored.read().T, stored.dtype)
 
 
 @dataclass(frozen=True)
@@ -191,6 +219,18 @@ class Layout:
         stored = {n: t for n, t in self.stored.items() if self.names.get(n) not in dropped}
         own = {name: there for name, there in self.names.items() if there not in dropped}
         return replace(self, stored=stored, names=own)
+
+    def named_for_codes(self, model: Any, layers: Container[str]) -> "Layout":
+        """The same with names that end in ".weight" for layers to quantize, as their codes' do."""
+        layer_of = {n: own.removesuffix(".weight") for n, own in self.names.items()}
+        other = [n for n, own in layer_of.items() if own in layers and not n.endswith(".weight")]
+        if not other:
+            return self
+        table = Names(model)
+        new = {name: f"{table.stored(layer_of[name])}.weight" for name in other}
+        stored = {new.get(name, name): tensor for name, tensor in self.stored.items()}
+        names = {new.get(name, name): own for name, own in self.names.items()}
+        return replace(self, stored=stored, names=names)
 
 
 def check_missing(source: object, missing: Iterable[str], unexpected: Iterable[str]) -> None:
@@ -296,8 +336,7 @@ def layout(stored: Mapping[str, Stored], model: Any, wanted: Callable[[str], boo
             unexpected.append(name)
             out[name] = stored[name]
         elif converter is not None:
-            sources = {known: dict[str, Stored]() for known in converter.source_patterns}
-            conversion = joint.setdefault(found, Conversion(converter, found, sources, names))
+            conversion = joint.setdefault(found, Conversion.begun(converter, found, names))
             conversion.sources[pattern][name] = stored[name]
         elif found in apart:
             cuts |= cut(found, stored[name], experts[found])

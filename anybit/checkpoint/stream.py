@@ -262,7 +262,7 @@ def plan_quantization(
     found = layout(given, model, lambda name: as_in_model or name.removesuffix(".weight") in layers)
     twice = {f"{head}.weight": f"{words} has its weight" for head, words in sharing.items()}
     dropped = {name: twice[own] for name, own in found.names.items() if own in twice}
-    found = found.without(twice)
+    found = found.without(twice).named_for_codes(model, layers)
     check_layout(source, found, model)
     where = {name.removesuffix(".weight"): key for key, name in found.names.items()}
     coded = {layer: where[layer] for layer in layers if layer not in sharing}

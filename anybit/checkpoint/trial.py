@@ -6,19 +6,16 @@ No weight is read: the model is built without memory, and changed as it is when 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from anybit.checkpoint.architecture import bare_model, check_model
-from anybit.checkpoint.layout import check_fit, check_missing
+from anybit.checkpoint.layout import Conversion, check_fit, check_missing
 from anybit.checkpoint.names import (
     Names,
     as_they_are,
     conversions,
     ignored_unexpected,
-    is_merge,
     missing_in,
     natural,
-    targets_of,
 )
 from anybit.checkpoint.swap import put, swap_for_stored
 from anybit.errors import InvalidInput
@@ -84,17 +81,10 @@ def check_coded(directory: Path) -> None:
 
 def merged(table: Names, stored: Mapping[str, Stored]) -> set[str]:
     """The model's names for tensors that transformers makes of stored ones, which are all there."""
-    parts: dict[str, tuple[Any, dict[str, int]]] = {}
+    joint: dict[str, Conversion] = {}
     for name in sorted(stored, key=natural):
         found, converter, pattern = table.in_model(name)
         if converter is not None and found in table.state:
-            counts = parts.setdefault(found, (converter, {}))[1]
-            counts[pattern] = counts.get(pattern, 0) + 1
-    out = set[str]()
-    for first, (converter, counts) in parts.items():
-        whole = len(counts) == len(converter.source_patterns)
-        if is_merge(converter):
-            whole = whole and {*counts.values()} == {len(table.state[first])}
-        if whole:
-            out |= {*targets_of(first, converter, table.state)}
-    return out
+            conversion = joint.setdefault(found, Conversion.begun(converter, found, table))
+            conversion.sources[pattern][name] = stored[name]
+    return {target for one in joint.values() if one.whole for target in one.targets}
