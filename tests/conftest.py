@@ -7,11 +7,12 @@ the same random numbers and must leave the process as it found it.
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests import needs
+from tests import interpreter, needs
 from tests.report import Report
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
@@ -34,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if DEVICE == "cpu" and "triton.runtime.interpreter" in sys.modules:
+        interpreter.hasten()
     gc.freeze()  # modules and tests stay: a search of them all takes half a second
 
 
