@@ -191,3 +191,12 @@ def test_rows_that_are_not_stored_are_zero(spec: str) -> None:
     assert isinstance(whole, Packed)
     assert torch.equal(whole.dequantize()[:8], packed.dequantize())
     assert not whole.dequantize()[8:].any()
+
+
+def test_numbers_that_divide_are_powers_of_two() -> None:
+    for size in (1e-36, 0.3, 1, 768, 1e36):
+        w = weight(8, 64) * size
+        row = anybit.quantize_tensor(w, "nvfp4:divide").grid["row_scale"]
+        assert (torch.frexp(row)[0] == 0.5).all()
+        got = anybit.quantize_tensor(w, "nvfp4:divide").dequantize()
+        assert ((got - w).double().norm() / w.double().norm()) < 0.12

@@ -135,6 +135,9 @@ class NVFP4(Microscaling):
         low, high = w.aminmax()
         largest = torch.maximum(high, -low)
         unit = torch.where(largest == 0, 1.0, largest / (self.largest * E4M3_REACH))
+        if self.divide:  # a power of two, which weights that an engine merges can share in exports
+            _, exponent = torch.frexp(unit)
+            unit = torch.ldexp(torch.ones_like(unit), exponent)
         unit = unit.clamp_min(torch.finfo(torch.float32).tiny)
         if self.divide:
             unit = 1 / unit

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import anybit
 from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.ct_layers import Written, written
-from anybit.checkpoint.foreign.export import export_checkpoint
+from anybit.checkpoint.foreign.export import export_checkpoint, joined
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.core.packed import Packed
 from anybit.files.directory import read_json
@@ -184,6 +184,50 @@ def test_floats_come_back(floats: Path, tmp_path: Path) -> None:
     for name in before:
         a, b = (held[name].read().flatten().view(torch.uint8) for held in (before, after))
         assert torch.equal(a, b), name
+
+
+def numbers(directory: Path) -> dict[str, set[float]]:
+    """NVFP4's of the weights that vLLM merges, by where they are."""
+    out: dict[str, set[float]] = {}
+    for key, tensor in stored_tensors(directory).items():
+        if key.endswith(".weight_global_scale"):
+            out.setdefault(joined(key.rpartition(".")[0]), set()).add(float(tensor.read()))
+    return out
+
+
+def test_weights_that_vllm_merges_have_one_number(tmp_path: Path) -> None:
+    """Of which it takes the largest for all."""
+    torch.manual_seed(0)
+    model = tiny.llama(dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        if "k_proj" in name or "up_proj" in name:
+            weight.data *= 30
+    model.save_pretrained(tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "ours", "nvfp4:divide")
+    report = export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    assert not report.notes
+    found = numbers(report.out)
+    assert {len(of) for of in found.values()} == {1}
+    assert len(found) == 8
+    convert_checkpoint(report.out, tmp_path / "back")
+    want, back = anybit.load(tmp_path / "ours"), anybit.load(tmp_path / "back")
+    for (_, layer), (_, other) in zip(quantized_layers(want), quantized_layers(back), strict=True):
+        assert torch.equal(layer.dequantize(), other.dequantize())
+
+
+def test_numbers_that_cannot_be_one_are_told(tmp_path: Path) -> None:
+    """An earlier version's are no powers of two."""
+    quantize_checkpoint(tiny.dense(tmp_path / "dense"), tmp_path / "ours", "nvfp4:divide")
+    path = tmp_path / "ours" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.k_proj.row_scale"] *= 1.01
+    save_file(tensors, path, {"format": "pt"})
+    report = export_checkpoint(tmp_path / "ours", tmp_path / "theirs")
+    (note,) = report.notes
+    assert re.search(r"wrong weights there: 1, the first is .*1.self_attn.q_proj\+k_proj\+v", note)
+    sizes = {name: len(of) for name, of in numbers(report.out).items()}
+    assert sizes.pop("model.layers.1.self_attn.q_proj+k_proj+v_proj") == 2
+    assert {*sizes.values()} == {1}
 
 
 def test_the_tool_reads_floats(floats: Path) -> None:

@@ -47,6 +47,7 @@ class Written:
         activation: "fp8" or "int8" where activations are quantized, per token.
         tensors: Makes its tensors, by the ends of their names.
         sizes: Bytes of those tensors.
+        number: NVFP4's of the weight; None in other layouts.
     """
 
     format: Format
@@ -56,6 +57,7 @@ class Written:
     activation: str | None
     tensors: Callable[[Packed], dict[str, Tensor]]
     sizes: Mapping[str, int]
+    number: float | None = None
 
     @property
     def group(self) -> dict[str, Any]:
@@ -76,6 +78,7 @@ def written(
     shape: tuple[int, int],
     stored: Mapping[str, Stored],
     name: str,
+    number: float | None = None,
 ) -> Written | str:
     """A layer in compressed-tensors, or why it cannot be.
 
@@ -85,6 +88,7 @@ def written(
         shape: (N, K).
         stored: Its tensors, by their names in `Packed.tensors`.
         name: Of the layer, for errors.
+        number: NVFP4's that other weights have too; taken if the weights stay the same.
     """
     Packed.from_tensors(fmt, shape, {key: tensor.meta() for key, tensor in stored.items()}, name)
     if fmt.rotate:
@@ -101,7 +105,7 @@ def written(
     if isinstance(fmt, Integer):
         return integer(fmt, activation, shape, stored, name)
     if isinstance(fmt, NVFP4):
-        return nvfp4(fmt, shape, stored)
+        return nvfp4(fmt, shape, stored, number)
     if isinstance(fmt, Microscaling):
         if fmt.group != 32 or (fmt.exponent, fmt.mantissa) != ELEMENTS[fmt.bits]:
             return f"{fmt.spec} is not among the MX formats of {TOOL}: mxfp4, mxfp6 and mxfp8"
@@ -160,26 +164,45 @@ def int8_tensors(packed: Packed) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale": packed.grid["scale"]}
 
 
-def nvfp4(fmt: NVFP4, shape: tuple[int, int], stored: Mapping[str, Stored]) -> Written | str:
+def number_of(fmt: NVFP4, stored: Mapping[str, Stored]) -> float:
+    """By which compressed-tensors divides the scales of a weight's first row, and we of all."""
+    row = stored["row_scale"].read()[0]
+    return float(row if fmt.divide else 1 / row)
+
+
+def nvfp4(
+    fmt: NVFP4, shape: tuple[int, int], stored: Mapping[str, Stored], shared: float | None
+) -> Written | str:
     row, scale = stored["row_scale"].read(), stored["scale"].read()
     if fmt.group != 16:
         return f"{fmt.spec} has groups of {fmt.group} columns, {TOOL}'s NVFP4 has 16"
     if not (row == row[0]).all():
         return "its rows have different numbers, and NVFP4 has one for the whole weight"
-    number = row[0] if fmt.divide else 1 / row[0]
+    own = number_of(fmt, stored)
     each = scale.view(torch.uint8).unique().view(torch.float8_e4m3fn).float()
-    if not torch.equal(each / number, fmt.scales({"scale": each, "row_scale": row[0]})):
+    wanted = fmt.scales({"scale": each, "row_scale": row[0]})
+
+    def fits(number: float) -> bool:
+        moved = (each * (number / own)).to(torch.float8_e4m3fn)
+        return torch.equal(moved.float() / number, wanted)
+
+    if not fits(own):
         return (
             f"{TOOL} divides scales by the weight's number, which gives other weights in their "
             f"last bits; quantize to {NVFP4(divide=True).spec} for it"
         )
+    number = shared if shared is not None and fits(shared) else own
     out = floats(fmt, shape, "nvfp4-pack-quantized", "tensor_group", 16, torch.float8_e4m3fn)
 
     def tensors(packed: Packed) -> dict[str, Tensor]:
-        return out.tensors(packed) | {"weight_global_scale": number.reshape(1)}
+        moved = packed.grid["scale"].float() * (number / own)
+        return out.tensors(packed) | {
+            "weight_scale": moved.to(torch.float8_e4m3fn),
+            "weight_global_scale": torch.tensor([number]),
+        }
 
     sizes = {**out.sizes, "weight_global_scale": 4}
-    return Written(fmt, shape, out.name, out.weights, None, tensors, sizes)
+    return Written(fmt, shape, out.name, out.weights, None, tensors, sizes, number)
 
 
 def fp8(fmt: Minifloat, activation: str | None, shape: tuple[int, int], scale: Stored) -> Written:

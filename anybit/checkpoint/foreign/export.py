@@ -19,7 +19,7 @@ from anybit.checkpoint.architecture import bare_model
 from anybit.checkpoint.foreign.base import OF_CACHE, of_attention
 from anybit.checkpoint.foreign.compressed_tensors import DENSE_SINCE, FORMAT, MIXED, TOOL
 from anybit.checkpoint.foreign.convert import opened, plan_conversion
-from anybit.checkpoint.foreign.ct_layers import Written, keys_of, written
+from anybit.checkpoint.foreign.ct_layers import Written, keys_of, number_of, written
 from anybit.checkpoint.layout import left_out
 from anybit.checkpoint.names import Names
 from anybit.checkpoint.places import Place, places
@@ -39,6 +39,7 @@ from anybit.errors import InvalidInput
 from anybit.files.directory import destination, megabytes, quantization_of, read_json
 from anybit.files.hub import located
 from anybit.files.safetensors import ShardWriter, Stored, stored_tensors
+from anybit.formats.microscaling import NVFP4
 from anybit.nn.embedding import embedding_layers
 from anybit.nn.experts import published, split
 from anybit.nn.plan import METHOD, patterns_for, stored_plan
@@ -47,7 +48,12 @@ from anybit.nn.tied import output_embeddings, tied_heads, untied_config
 GGUF = "gguf"
 TARGETS = (TOOL, GGUF)
 EXPERT = re.compile(r"\.experts\.\d+\.")
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one layer in vLLM
+MERGED = (  # one layer in vLLM
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 
 @dataclass(frozen=True)
@@ -256,10 +262,11 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
     stored, config = found.stored, found.config
     layers: dict[str, Written] = {}
     reasons: dict[str, str] = {}
+    numbers = shared_numbers(found)
     for name, (fmt, activation, shape) in found.layers.items():
         keys = [key for key in keys_of(fmt, shape) if f"{name}.{key}" in stored]
         own = {key: stored[f"{name}.{key}"] for key in keys}
-        layer = written(fmt, activation, shape, own, name)
+        layer = written(fmt, activation, shape, own, name, numbers.get(joined(name)))
         if isinstance(layer, Written):
             layers[name] = layer
         else:
@@ -286,6 +293,16 @@ def plan_export(source: Path, shard_bytes: int) -> Export:
         tied=found.tied,
         dropped=dropped,
     )
+
+
+def shared_numbers(found: Checkpoint) -> dict[str, float]:
+    """NVFP4's number of weights that vLLM merges, of which it takes one for all; by `joined`."""
+    out: dict[str, float] = {}
+    for name, (fmt, _, _) in found.layers.items():
+        if isinstance(fmt, NVFP4):
+            own = number_of(fmt, {"row_scale": found.stored[f"{name}.row_scale"]})
+            out[joined(name)] = min(own, out.get(joined(name), own))  # scales become no larger
+    return out
 
 
 def check_all(source: Path, reasons: Mapping[str, str], count: int) -> None:
@@ -366,6 +383,16 @@ def notes_of(
             f"vLLM reads some layers as one, which have different formats here: {len(mixed)}, the "
             f"first is {mixed[0]}; quantize those alike for it"
         )
+    numbers: dict[str, set[float]] = {}
+    for name, layer in layers.items():
+        if layer.number is not None:
+            numbers.setdefault(joined(name), set()).add(layer.number)
+    if several := [name for name, found in numbers.items() if len(found) > 1]:
+        notes.append(
+            f"vLLM takes the largest number of nvfp4 for all weights that it merges, and here they "
+            f"differ, so that others have wrong weights there: {len(several)}, the first is "
+            f"{several[0]}; quantize the dense model again, with this version"
+        )
     for name in apart:
         kind = layers.get(name)
         if kind and name not in linears and (kind.name != FORMAT or not in_words(kind)):
@@ -389,8 +416,12 @@ def notes_of(
 
 def merged(name: str) -> str:
     """The layer that vLLM makes of this one and others; its own name where it is one there."""
-    if expert := EXPERT.search(name):
-        return f"{name[: expert.start()]}.experts"
+    expert = EXPERT.search(name)
+    return f"{name[: expert.start()]}.experts" if expert else joined(name)
+
+
+def joined(name: str) -> str:
+    """The layers whose rows vLLM puts into one weight with this one's; its own name without any."""
     before, _, last = name.rpartition(".")
     return next((f"{before}.{'+'.join(parts)}" for parts in MERGED if last in parts), name)
 
