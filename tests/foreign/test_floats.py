@@ -366,6 +366,19 @@ def test_auto_round_in_floats(tmp_path: Path) -> None:
     same(layer, floats(codes, E2M1) * scales, "mxfp4")
 
 
+@pytest.mark.parametrize("layout", ["auto_round", "auto_round:llm_compressor"])
+def test_auto_round_in_signed_fourths(layout: str, tmp_path: Path) -> None:
+    """MXINT4: its bytes and scales look like MXFP4's."""
+    codes = RANDOM.integers(0, 16, (24, 64))
+    power = RANDOM.integers(110, 130, (24, 2)).astype(np.uint8)
+    tensors = {"weight_packed": nibbles(codes), "weight_scale": power}
+    config = {"packing_format": layout, "bits": 4, "data_type": "mx_int"}
+    layer = read("auto-round", config, tmp_path, tensors)
+    weight = np.where(codes > 7, -1.0, 1.0) * (codes % 8) / 4
+    scales = floats(power, ml_dtypes.float8_e8m0fnu).repeat(32, 1)
+    same(layer, (weight * scales).astype(np.float32), "int4:group=32")
+
+
 # What `convert` does beside.
 
 

@@ -2,6 +2,10 @@
 
 `packing_format` says which: GPTQ's with zero points minus 1 or without, AWQ's, or the floats of
 compressed-tensors. `extra_config` gives layers bits of their own, by name or by a pattern.
+
+MXINT4, which `data_type` alone tells from MXFP4: a sign above three bits of fourths, two to a byte,
+
+    W[n, k] = (-1)**sign * fourths / 4 * 2**(weight_scale[n, k / 32] - 127)
 """
 
 import re
@@ -10,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anybit.checkpoint.foreign import awq, gptq
-from anybit.checkpoint.foreign.base import TOKENS_STAY, Given, Layer, Part, option
+from anybit.checkpoint.foreign.base import ANY, TOKENS_STAY, Given, Layer, Part, option, uniform
 from anybit.checkpoint.foreign.floats import FP8, float_layer
 from anybit.errors import InvalidInput
 
@@ -36,6 +41,8 @@ def layers(given: Given) -> dict[str, Layer]:
         return bits_of(config, (part.name, given.naming(part.name)), known)
 
     layout = option(config, "packing_format", (*GPTQ, *AWQ, *FLOATS), TOOL)
+    if "mx_int" in str(config.get("data_type")):
+        return {p.name: fourths(p, bits(p, (4,))) for p in given.parts("weight_scale")}
     if layout in FLOATS:
         return {
             part.name: float_weight(part, bits(part, (4, 8)))
@@ -76,6 +83,28 @@ def matches(pattern: str, name: str) -> bool:
         return re.search(pattern, name) is not None
     except re.error as error:
         raise InvalidInput(f"{TOOL}: extra_config has {pattern!r}, no pattern: {error}") from None
+
+
+def fourths(part: Part, bits: int) -> Layer:
+    """A layer of MXINT4, as integers in units of a fourth."""
+    packed = part.find("weight_packed", (torch.uint8,), (ANY, ANY))
+    n, k = packed.shape[0], 2 * packed.shape[1]
+    if k % 32:
+        raise InvalidInput(f"{TOOL}: {part.name}: groups of 32 do not divide {k} columns")
+    scale = part.find("weight_scale", (torch.uint8,), (n, k // 32))
+    if int(scale.read().max()) == 255:
+        raise InvalidInput(f"{part.name}.weight_scale: holds NaN; the checkpoint is damaged")
+
+    def codes() -> Tensor:
+        data = packed.read()
+        both = torch.stack((data & 15, data >> 4), -1).flatten(1)
+        return torch.where(both > 7, 16 - both, 8 + both)
+
+    def scales() -> Tensor:
+        return torch.exp2(scale.read().float() - 129)
+
+    dtypes = {"scale": torch.float32}
+    return uniform(part, (n, k), bits, codes, scales, None, k // 32, dtypes)
 
 
 def float_weight(part: Part, bits: int) -> Layer:

@@ -21,9 +21,9 @@ def layers(given: Given) -> dict[str, Layer]:
     config = given.config
     key = "bits" if "bits" in config else "w_bit"
     option(config, key, (BITS,), "AWQ", required=True)
-    keys = ("checkpoint_format", "format", "version")
-    key = next((key for key in keys if config.get(key)), "version")
-    option({key: str(config.get(key, "gemm")).lower()}, key, ("gemm",), "AWQ")
+    for key in ("checkpoint_format", "format", "version"):
+        option({key: str(config.get(key) or "gemm").lower()}, key, ("gemm",), "AWQ")
+    option(config, "method", ("awq",), "AWQ")
     option(config, "pack_dtype", ("int32",), "AWQ")
     for name, tensor in given.stored.items():
         of, _, key = name.rpartition(".")

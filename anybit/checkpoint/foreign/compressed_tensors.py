@@ -63,8 +63,12 @@ def layers(given: Given) -> dict[str, Layer]:
     option(config, "format", (*FORMATS, MIXED), TOOL, required=True)
     option(config, "quantization_status", ("compressed",), TOOL)
     option(config.get("sparsity_config") or {}, "format", ("dense",), f"{TOOL}: sparsity_config")
+    option(config, "moe_sparsity_config", (None,), TOOL)  # blocks lack some of the experts
     groups = config.get("config_groups")
-    groups = [g for g in groups.values() if g.get("weights")] if isinstance(groups, dict) else []
+    groups = [*groups.values()] if isinstance(groups, dict) else []
+    if strange := next((g for g in groups if not isinstance(g, dict)), None):
+        raise InvalidInput(f"{TOOL}: config_groups has {strange!s:.80}, and not settings")
+    groups = [g for g in groups if g.get("weights")]
     dense = tuple(map(int, re.findall(r"\d+", str(config.get("version", ""))))) >= DENSE_SINCE
     out = {}
     for part in given.parts("weight_scale"):

@@ -35,6 +35,8 @@ def layers(given: Given) -> dict[str, Layer]:
     key = "checkpoint_format" if config.get("checkpoint_format") else "format"
     act_order = option(config, "desc_act", (False, True), "GPTQ")
     layout = option(config, key, ("gptq", "gptq_v2"), "GPTQ")
+    option(config, "format", ("gptq", "gptq_v2"), "GPTQ")
+    option(config, "method", ("gptq",), "GPTQ")
     option(config, "pack_dtype", ("int32",), "GPTQ")
     option(config, "is_marlin_format", (False,), "GPTQ")
     bits = option(config, "bits", BITS, "GPTQ", required=True)

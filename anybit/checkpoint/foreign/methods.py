@@ -83,6 +83,11 @@ REFUSED = {
     ),
     "quip": (ROTATED, ANEW.format("--format trellis:rotate=kn")),
     "qtip": (ROTATED, ANEW.format("--format trellis:rotate=kn")),
+    "paroquant": (ROTATED, ANEW.format("--format int4:group=128 --method rotate+gptq")),
+    "qqq": (
+        "its codes lie in the order of one kernel, with scales of groups inside those of rows",
+        ANEW.format("--format int4:group=128@int8"),
+    ),
     "marlin": (
         "its codes lie in the order of one kernel",
         "take the GPTQ checkpoint that it was made of, which `anybit convert` reads",
@@ -94,7 +99,7 @@ REFUSED = {
 }
 ALIASES = {"quip_sharp": "quip", "quip#": "quip", "quipsharp": "quip"}
 # Settings of tools by which layers also rotate their inputs, or add products of low rank.
-BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "adapter")
+BESIDE = ("rotation", "rotation_config", "spinquant_config", "transform_config", "krot", "adapter")
 
 
 def method_of(source: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
