@@ -27,6 +27,7 @@ for name in ("ANYBIT_API_KEY", "ANYBIT_DEBUG", "FORCE_COLOR", "GITHUB_ACTIONS", 
 def pytest_configure(config: pytest.Config) -> None:
     """Fail at once where CI would skip what it is for."""
     needs.check_compilers()
+    gc.disable()  # what is imported and found until all tests are collected stays
     if hasattr(config, "workerinput"):  # one of many processes, which share the cores
         from anybit.kernels import processes
 
@@ -37,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     if DEVICE == "cpu" and "triton.runtime.interpreter" in sys.modules:
         interpreter.hasten()
-    gc.freeze()  # modules and tests stay: a search of them all takes half a second
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # tests make much that lasts for a moment
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

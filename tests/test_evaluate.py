@@ -245,6 +245,7 @@ def test_every_window_begins_with_bos_where_the_tokenizer_puts_it(tmp_path: Path
     reference = tmp_path / "reference"
     for folder, bos in ((PICO, False), (adding_bos(tmp_path / "m"), True)):
         model, tokenizer = load_text_model(folder, "cpu")
+        model.float()  # a CPU without instructions for bf16 takes seven times as long for it
         assert encode(tokenizer, "a").tolist() == [0] * bos + tokenizer.encode("a")[-1:]
         begins = list[int]()
 
@@ -254,7 +255,7 @@ def test_every_window_begins_with_bos_where_the_tokenizer_puts_it(tmp_path: Path
 
         with patch("anybit.evaluate.candidate.load_text_model", return_value=(model, tokenizer)):
             model.register_forward_pre_hook(watch, with_kwargs=True)
-            got = evaluate(folder, None, text, 2500, save=reference)
+            got = evaluate(folder, None, text, 1300, save=reference)
         assert (begins.count(0) == len(begins)) is bos
-        assert evaluate(folder, reference, None, 0)["kl"] < 1e-6
-        assert got["tokens"] == 2499
+        assert evaluate(folder, reference, None, 0)["kl"] < 1e-3  # the file holds 16 bits
+        assert got["tokens"] == 1299

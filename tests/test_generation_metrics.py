@@ -2,7 +2,6 @@
 
 import ast
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ from anybit.evaluate.generation import (
     rouge_l,
     same_tokens,
 )
-
-PICO = Path(__file__).resolve().parents[1] / "models" / "pico"
-
+from tests import tiny
 
 HEAD = "def f(x):"
 
@@ -100,7 +97,7 @@ def test_tokens_before_the_first_difference_and_repetition_of_known_texts() -> N
 
 
 def test_continuations_are_greedy_and_end_where_the_model_ends() -> None:
-    model = AutoModelForCausalLM.from_pretrained(PICO, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny.short_pico(), dtype=torch.float32).eval()
     prompts = torch.randint(5, 200, (3, 64), generator=torch.Generator().manual_seed(0))
     model.generation_config.eos_token_id = None
     got = continuations(model, [*prompts], 64)

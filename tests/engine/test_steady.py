@@ -9,7 +9,7 @@ from anybit.engine.block_manager import BlockManager
 from anybit.engine.llm import LLM
 from anybit.engine.sequence import SamplingParams, Sequence
 from anybit.engine.steady import SteadyScheduler
-from tests.engine.conftest import PICO
+from tests import tiny
 
 LENGTHS = (1, 5, 16, 33, 64, 65, 130, 7, 128, 3)
 
@@ -34,7 +34,7 @@ def params(i: int) -> SamplingParams:
 def llm(request: pytest.FixtureRequest) -> LLM:
     spec = None if request.param == "bf16" else request.param
     return LLM(
-        PICO, spec, max_running=8, max_tokens=64, block_size=16, kv_bytes=1 << 23,
+        tiny.short_pico(), spec, max_running=8, max_tokens=64, block_size=16, kv_bytes=1 << 23,
         deterministic=True,
     )  # fmt: skip
 
