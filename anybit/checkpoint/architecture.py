@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from anybit.checkpoint.late import import_validators
+from anybit.checkpoint.late import import_late
 from anybit.checkpoint.layout import check_fit, check_missing, layout
 from anybit.checkpoint.names import Names, natural
 from anybit.errors import AnybitError, InvalidInput, in_a_line, loading
@@ -174,6 +174,7 @@ def configuration(source: Path, stored: Mapping[str, Stored] | None = None) -> t
             f"{source}: {ADAPTER} lies beside the model, and transformers would add that adapter "
             "to it; merge it into the model, or move it into a directory of its own"
         )
+    import_late()
     refuse_code(source, raw)
     names = raw.get("architectures") or [""]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -183,7 +184,6 @@ def configuration(source: Path, stored: Mapping[str, Stored] | None = None) -> t
 
     import transformers
 
-    import_validators()
     with built(source):
         config = transformers.AutoConfig.from_pretrained(
             source, local_files_only=True, trust_remote_code=False

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from anybit.checkpoint.architecture import EXPERTS, bare_model, configuration
 from anybit.checkpoint.foreign.ready import ready
+from anybit.checkpoint.late import import_late
 from anybit.checkpoint.stream import WEIGHT_DTYPES
 from anybit.engine.generator import UNLIMITED, Generator, longest
 from anybit.engine.lora import Adapters, read_adapter
@@ -316,6 +317,7 @@ def tokenizer_in(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     with loading(directory):
+        import_late()
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

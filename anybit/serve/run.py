@@ -70,7 +70,9 @@ def front_end() -> None:
         signal.signal(kind, signal.SIG_IGN)
     sock, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     with starting(sock):
-        import transformers.models  # noqa: F401  whose tokenizers the engine may send
+        from anybit.checkpoint.late import import_models
+
+        import_models()  # whose tokenizers the engine may send
         from transformers import PreTrainedTokenizerFast  # noqa: F401
 
         from anybit.serve import front

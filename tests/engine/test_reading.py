@@ -29,7 +29,15 @@ from tests.engine.conftest import ARCHITECTURES, PICO
 
 # Whose checkpoints have other names than the engine's models ask for.
 OTHER = {"gpt_oss", "lfm2_moe", "granitemoehybrid"}
-HEAVY = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "sympy")
+HEAVY = (
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "sympy",
+    "scipy",
+    "sklearn",
+)
 Checkpoint = Callable[[str], Path]
 
 
@@ -220,32 +228,73 @@ def test_a_start_builds_no_module_for_each_expert(monkeypatch: pytest.MonkeyPatc
     assert found[2] == found[64]
 
 
-def test_the_table_of_activations_is_there_when_it_is_looked_at() -> None:
+def run(code: str) -> str:
+    """What a fresh process prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "KeyError" not in done.stderr
+    return done.stdout.strip()
+
+
+def test_what_is_imported_late_is_there_when_it_is_looked_at() -> None:
     code = (
         "import sys, threading, torch, transformers; from anybit.checkpoint import late;"
-        "make, both = late.ModuleType, threading.Barrier(2);"
-        "late.ModuleType = lambda name: (both.wait(), make(name))[1];"  # two threads come this far
-        "two = [threading.Thread(target=late.import_validators) for _ in range(2)];"
+        "late.import_models(); make, both = late.module_from_spec, threading.Barrier(2);"
+        "late.module_from_spec = lambda spec: (both.wait(), make(spec))[1];"  # two come this far
+        "two = [threading.Thread(target=late.import_late) for _ in range(2)];"
         "[t.start() for t in two]; [t.join() for t in two];"
-        "transformers.LlamaConfig(); name = late.TABLE;"
-        "print(name in sys.modules);"
-        "table = sys.modules[late.VALIDATORS].ACT2FN; from transformers.activations import ACT2FN;"
-        "print(list(table) == list(ACT2FN), 'silu' in table, 'nope' in table);"
+        "transformers.LlamaConfig(); from transformers import AutoTokenizer;"
+        "print('transformers.activations' in sys.modules);"
+        "from transformers.utils import type_validators as found;"
+        "from transformers.activations import ACT2FN, get_activation;"
+        "transformers.LlamaConfig(hidden_act='silu');"
+        "print(found is sys.modules[found.__name__], hasattr(found, 'no'), found.ACT2FN is ACT2FN)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "True", "True", "False"], done.stderr[-2000:]
-    assert "KeyError" not in done.stderr
+    assert run(code).split() == ["False", "True", "False", "True"]
+
+
+def test_a_function_finds_what_its_module_imports_late(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "heavy.py").write_text("class Base:\n    number = 7\n")
+    (tmp_path / "folder" / "asks.py").write_text(
+        "import sys\nfrom .heavy import Base\n"
+        "def make(): return type('Made', (Base,), {})\n"
+        "def own():\n    from .heavy import Base\n    return Base\n"
+        "def wrong(): return no_such_name\n"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from anybit.checkpoint import late;"
+        "late.LATE = {'folder.asks': {'Base': 'folder.heavy'}}; late.import_late();"
+        "from folder import asks; name = 'folder.heavy';"
+        "print(name in sys.modules, asks.own().number, asks.make().number, asks.Base.number)"
+        "\ntry: asks.wrong()\nexcept NameError as error: print(error.name)"
+    )
+    assert run(code).split() == ["False", "7", "7", "7", "no_such_name"]
+
+
+def test_names_of_models_are_read_once_from_their_files() -> None:
+    code = (
+        "import transformers; from transformers.utils import import_utils as found;"
+        "read = []; old = found.fetch__all__;"
+        "found.fetch__all__ = lambda text: (read.append(1), old(text))[1];"
+        "from anybit.checkpoint.late import import_models;"
+        "scan = found.create_import_structure_from_path; import_models();"
+        "import transformers.models; from pathlib import Path;"
+        "print(len(read), found.create_import_structure_from_path is scan);"
+        "again = found.define_import_structure.__wrapped__(transformers.models.__file__);"
+        "names = {n for of in again.values() for each in of.values() for n in each};"
+        "print(len(read) > 1000, names <= {*dir(transformers.models)})"
+    )
+    assert run(code).split() == ["0", "True", "True", "True"]
 
 
 def test_a_start_imports_no_models() -> None:
-    """Nor torch's compiler, which takes seconds, unless transformers' tokenizers need it."""
+    """Nor torch's compiler, which takes seconds."""
     code = (
-        "import gc, sys, anybit; from transformers import AutoTokenizer;"
-        f"before = [*sys.modules]; anybit.LLM({str(PICO)!r}, 'int8@int8', device='cpu');"
+        "import gc, sys, anybit;"
+        f"anybit.LLM({str(PICO)!r}, 'int8@int8', device='cpu');"
         f"llm = anybit.LLM({str(PICO)!r}, device='cpu');"
         "llm.generate(['def main('], anybit.SamplingParams(max_tokens=2));"
-        f"print([n for n in {HEAVY} if n in sys.modules and n not in before], gc.isenabled())"
+        f"print([n for n in {HEAVY} if n in sys.modules], gc.isenabled())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "[] True"
+    assert run(code) == "[] True"

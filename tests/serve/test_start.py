@@ -34,6 +34,20 @@ heavy = {"torch", "fastapi", "pydantic", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 """
 
+# All that a front end imports before it is told of a model.
+FRONT = """
+import socket, sys
+ours, theirs = socket.socketpair()
+listener = socket.create_server(("127.0.0.1", 0))
+sys.argv[1:] = [str(theirs.detach()), str(listener.detach())]
+ours.close()
+from anybit.serve.run import front_end
+front_end()
+assert "anybit.serve.app" in sys.modules and "transformers" in sys.modules
+print(*{"transformers.modeling_utils", "transformers.generation.utils", "torch._dynamo", "sympy",
+        "scipy", "sklearn"} & sys.modules.keys())
+"""
+
 
 # What a front end runs first, beside a module that cannot be imported.
 BREAKS = """
@@ -70,6 +84,11 @@ def serve(model: Path, *flags: str, **environment: str) -> tuple[int, str]:
 
 def test_the_socket_listens_before_what_takes_long_to_import() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True)
+
+
+def test_a_front_end_imports_no_models() -> None:
+    done = subprocess.run([sys.executable, "-c", FRONT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @pytest.mark.parametrize("key", ["", " ", "\n", " \t "])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from anybit.checkpoint.architecture import built, check_sizes
 from anybit.engine.memory import check_weights
@@ -246,4 +246,6 @@ def layer_of(directory: Path, said: Mapping[str, Any]) -> PretrainedConfig:
             f"{directory} is a head of {what[0]}; those of one layer like Llama's or Qwen3's are "
             "run, in 16 bits"
         )
+    from transformers import AutoConfig  # it reads the names of all models
+
     return AutoConfig.for_model(name, num_hidden_layers=1, **layer)
