@@ -245,7 +245,15 @@ def read_of(
         beside = partial(matches, others)
         if (read := read_as_asked(stored, asked.tensors, beside, formats)) is not None:
             read |= heads & stored.keys()
-            found = Reading(config, asked.embeddings, stored, {*stored}, read, formats or {})
+            found = Reading(
+                config,
+                asked.embeddings,
+                stored,
+                {*stored},
+                read,
+                formats or {},
+                order=asked.tensors,
+            )
             planned = planned_by_names(kind, asked, found, directory, quantization)
             if planned is not None:
                 return kind, planned

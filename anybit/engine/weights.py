@@ -19,6 +19,7 @@ from anybit.checkpoint.stream import plan_quantization
 from anybit.core.packed import Packed, tensor_shapes
 from anybit.core.scheme import parse_scheme, scheme_name
 from anybit.engine.lora import Adapted, Adapters
+from anybit.engine.reads import Reads
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Stored
 from anybit.kernels.ahead import Uncompiled
@@ -36,7 +37,6 @@ from anybit.quantizers.rtn import RTN
 GATED = Layout(
     {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}, False, False, "plain"
 )
-PINNED = 1 << 28  # bytes of a tensor that is read into pinned memory, of which little is to be kept
 IGNORED = ("*.rotary_emb.inv_freq", "*.masked_bias")  # derived values that old files hold
 
 
@@ -201,6 +201,7 @@ class Reading(NamedTuple):
         certain: Those of them that will be read.
         named: The plan of all layers.
         schemes: What layers are quantized to while they are read.
+        order: Names of tensors in which the model asks for them, if that is known.
     """
 
     config: Any
@@ -210,6 +211,7 @@ class Reading(NamedTuple):
     certain: Set[str]
     named: Mapping[str, str | None]
     schemes: Mapping[str, str] = {}
+    order: Iterable[str] = ()
 
 
 def reading(
@@ -311,6 +313,7 @@ class Checkpoint(Weights):
         self.directory, self.formats, self.keep = directory, formats, keep
         self.config, self.embeddings, self.stored = found.config, found.embeddings, found.stored
         self.named, self.schemes = found.named, found.schemes
+        self.reads = Reads(found.stored, found.order, device)
         # What transformers leaves out without a word, such as layers for further tokens, may stay.
         self.unread, self.certain = set(found.known), found.certain
 
@@ -407,9 +410,7 @@ class Checkpoint(Weights):
                 f"{shape}"
             )
         self.unread.discard(name)
-        if isinstance(stored, Stored) and self.device.type == "cuda":
-            return stored.read(pinned=stored.nbytes <= PINNED)
-        return stored.read()
+        return self.reads.take(name, stored)
 
     def _planned(self, name: str) -> str | None:
         matches = patterns_for(name, self.named, name in self.embeddings)
