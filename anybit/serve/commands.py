@@ -17,6 +17,7 @@ from typer import Argument, Option
 from anybit.errors import InvalidInput
 from anybit.files.directory import read_text
 from anybit.files.server import KEY
+from anybit.kernels.context import begin_context
 from anybit.progress import START, say
 from anybit.serve.options import (
     SECURITY,
@@ -103,7 +104,11 @@ def serve(
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """No search for garbage while packages are imported: that is a tenth of the time."""
+    """No search for garbage while packages are imported: that is a tenth of the time.
+
+    The GPU's context is made meanwhile.
+    """
+    begin_context()
     gc.disable()
     try:
         yield
