@@ -23,7 +23,7 @@ OWN_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
 )
-THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THINK = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,29 @@ class Dialect:
         return Prepared(
             prompt,
             params,
-            lambda: self.reader(tools, thinking, begins),
+            lambda: self.reader(tools, thinking, begins, structured is None),
             1 if body.parallel_tool_calls is False else None,
             self.family is not None and self.family.short_ids,
         )
 
     def reader(
-        self, tools: list[dict[str, Any]], thinking: bool, begins: tuple[str, ...]
+        self,
+        tools: list[dict[str, Any]],
+        thinking: bool,
+        begins: tuple[str, ...] = (),
+        free: bool = True,
     ) -> Reader:
-        """A reader of one answer. begins: how calls do, if the answer is calls or an object."""
+        """A reader of one answer. begins: how calls do, if the answer is calls or an object.
+
+        free: whether no grammar holds it; then a call ends thoughts.
+        """
         if self.harmony:
             return Harmony()
         rest = self.family.reader(tools) if tools and self.family else Plain()
         if begins:
             rest = Either(rest, begins)
-        return Thoughts(*self.think, thinking, rest) if self.think else rest
+        calls = self.family.begun(tools) if free and self.family else ()
+        return Thoughts(*self.think, thinking, rest, calls) if self.think else rest
 
     def _tools(self, body: ChatRequest) -> list[dict[str, Any]]:
         """The tools that the template shall show."""

@@ -10,7 +10,8 @@ from anybit.engine.references import followed
 from anybit.engine.schemas import kind, kinds
 from anybit.errors import InvalidInput
 
-OPEN, CLOSE = ("<tool_call>", "<function="), ("</function>", "</tool_call>")
+OPEN = ("<tool_call>", "<seed:tool_call>", "<function=")
+CLOSE = ("</function>", "</tool_call>", "</seed:tool_call>")
 MARKS = re.compile("|".join((*OPEN, *CLOSE, "</parameter/?>")))
 LONGEST = max(map(len, (*OPEN, *CLOSE, "</parameter/>"))) - 1
 HEADER = re.compile(r"[^>\n]*>?")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from anybit.serve.functions import FunctionCall, called, name_of
+from anybit.serve.keyed import KeyedCall, keyed
 
 SPACE = string.whitespace
 
@@ -62,11 +63,14 @@ class Plain:
 class Thoughts:
     """Thoughts between two marks come first, and another reader reads the rest.
 
-    inside: whether the prompt has opened them already.
+    inside: whether the prompt has opened them already. calls: what ends them, too: with it a call
+    begins, of a model that has forgotten their end.
     """
 
-    def __init__(self, open: str, close: str, inside: bool, rest: Reader):
-        self.open, self.close, self.rest = open, close, rest
+    def __init__(
+        self, open: str, close: str, inside: bool, rest: Reader, calls: tuple[str, ...] = ()
+    ):
+        self.open, self.close, self.rest, self.calls = open, close, rest, calls
         self.state = "inside" if inside else "before"
         self.held, self.begun = "", False  # whether the thoughts have begun
         self.blank: list[str] = []  # white space that was read ahead of all else
@@ -91,7 +95,9 @@ class Thoughts:
         if self.state == "inside":
             if not self.begun:
                 self.held = self.held.lstrip()
-            thought, mark, self.held = cut(self.held, (self.close,))
+            thought, mark, self.held = cut(self.held, (self.close, *self.calls))
+            if mark in self.calls:
+                self.held = f"{mark}{self.held}"
             if last and mark is None:
                 thought, self.held = thought + self.held, ""
             if thought:
@@ -262,8 +268,8 @@ class Calls:
     open: marks that calls begin with. between: what may stand between and after them. tools: names
     of those that a call without a mark may call; bare: whether an object at the text's beginning
     may be one. named: whether the name may stand before the arguments, as `name[ARGS]{...}`. xml:
-    the tools, if calls as `<function=...>` follow the mark. separators: characters that may stand
-    between calls.
+    the tools, if calls as `<function=...>` follow the mark, or, if they are keyed, as a name with
+    `<arg_key>...`. separators: characters that may stand between calls.
     """
 
     thinking = False
@@ -276,18 +282,20 @@ class Calls:
         bare: bool = False,
         named: bool = False,
         xml: list[dict[str, Any]] | None = None,
+        keyed: bool = False,
         separators: str = "",
     ):
         self.open, self.between, self.tools = open, between, tools
-        self.bare, self.named, self.xml = bare, named, xml
-        self.inner: tuple[str, ...] = ("<function=",) if xml is not None else ()
+        self.bare, self.named, self.xml, self.keyed = bare, named, xml, keyed
+        self.inner: tuple[str, ...] = ("<function=",) if xml is not None and not keyed else ()
         self.separators = separators
         self.count, self.held = 0, ""
         self.said: int | None = None  # the number of calls when content passed
         self.blank: list[str] = []  # white space or separators that follow it and change nothing
         self.call, self.started = JsonCall(), False  # whether the call's name has passed
         self.body = Collected("")  # of a name
-        self.function = FunctionCall(xml or [])
+        self.function: FunctionCall | KeyedCall = FunctionCall(xml or [])
+        self.opened = False  # whether a mark stands right before what is held
         self.marked = not bare  # whether a mark stands before what is read
         # A state takes from what is held, adds pieces, and says whether to go on.
         self.state = self._begin if bare else self._content
@@ -316,7 +324,7 @@ class Calls:
             elif self.state == self._name:
                 unread = self.body.text
             elif self.state == self._function and not self.count:
-                unread = self.inner[0] + self.function.text
+                unread = "".join(self.inner) + self.function.text
             self._add((unread + self.held).rstrip() if self.count else unread + self.held)
             self.held = ""
         return self.out
@@ -362,7 +370,7 @@ class Calls:
             self.held = text[len(body) :] + self.held
             return False
         self._add(text.rstrip())
-        self.state, self.marked = self._between, True
+        self.state, self.marked, self.opened = self._between, True, True
         return True
 
     def _tool(self) -> bool | None:
@@ -377,7 +385,8 @@ class Calls:
         ahead = self.held.lstrip(SPACE + self.separators.replace("[", ""))
         for mark in (*self.open, *self.between):
             if ahead.startswith(mark):
-                self.held, self.marked = ahead[len(mark) :], self.marked or mark in self.open
+                self.held, self.opened = ahead[len(mark) :], mark in self.open
+                self.marked = self.marked or self.opened
                 return True
         if self._begins_mark():
             return False
@@ -389,6 +398,8 @@ class Calls:
         elif self.xml is not None and ahead.startswith(self.inner):
             self.held = ahead.removeprefix(self.inner[0])
             self.state, self.function = self._function, FunctionCall(self.xml)
+        elif self.xml is not None and self.keyed and self.opened:
+            self.state, self.function = self._function, KeyedCall(self.xml)
         elif self.named and (ahead[0].isalnum() or ahead[0] == "_"):
             self.state, self.held, self.body = self._name, ahead, Collected("{")
         else:
@@ -442,11 +453,11 @@ class Calls:
         if found is None:
             return False
         assert self.xml is not None
-        name, arguments = called(found[0], self.xml)
+        name, arguments = (keyed if self.keyed else called)(found[0], self.xml)
         self.held = found[1]
         self.out += [Piece("call", "", self.count, name), Piece("call", arguments, self.count)]
         self.count += 1
-        self.state = self._between
+        self.state, self.opened = self._between, False
         return True
 
 

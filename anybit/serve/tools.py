@@ -25,6 +25,7 @@ class Family:
     tokens, that the text must then show. reader: of one text whose model was given these tools.
     calls: rules of `calls`, one of these tools' or several. answer: an expression of an object
     instead, from that of the object. bare: whether calls begin with the object, without a mark.
+    begin: how the template begins a call of NAME; "" where thoughts are not cut by one.
     """
 
     signs: tuple[str, ...]
@@ -35,6 +36,7 @@ class Family:
     bare: bool = False
     arguments: str = "arguments"  # their name in the object
     short_ids: bool = False
+    begin: str = ""
 
     def forced(self, tools: Tools, several: bool, mark: Mark) -> str:
         """A Lark grammar of texts that call these tools, once or several times."""
@@ -51,6 +53,11 @@ class Family:
         if not self.bare:
             return self.marks[:1]
         return tuple("".join(self.opening(tool["function"])) for tool in tools)
+
+    def begun(self, tools: Tools) -> tuple[str, ...]:
+        """What calls of these tools begin with, as the template has it."""
+        names = (tool["function"]["name"] for tool in tools if self.begin)
+        return tuple(self.begin.replace("NAME", name) for name in names)
 
     def objects(self, tools: Tools) -> str:
         return " | ".join(self.call(tool["function"]) for tool in tools)
@@ -109,15 +116,15 @@ class Either:
         return self.chosen.feed(text, last)
 
 
-def marked(inside: str, several: bool, mark: Mark) -> str:
-    """Rules for calls in `<tool_call>`, from an expression of what stands in one."""
+def marked(form: Family, inside: str, several: bool, mark: Mark) -> str:
+    """Rules for calls between a family's marks, from an expression of what stands in one."""
     rest = ' ("\\n" one)*' if several else ""
-    one = f'{mark("<tool_call>")} "\\n" ({inside}) "\\n" {mark("</tool_call>")}'
+    one = f'{mark(form.marks[0])} "\\n" ({inside}) "\\n" {mark(form.marks[1])}'
     return f"calls: one{rest}\none: {one}\n"
 
 
 def hermes_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
-    return marked(form.objects(tools), several, mark)
+    return marked(form, form.objects(tools), several, mark)
 
 
 def coder_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
@@ -129,7 +136,7 @@ def coder_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
             options.append(functions.call(function["name"], parameters(function)))
         except (Unwritable, RecursionError):
             options.append(form.call(function))
-    return marked(" | ".join(options), several, mark) + functions.rules()
+    return marked(form, " | ".join(options), several, mark) + functions.rules()
 
 
 def llama_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
@@ -166,6 +173,11 @@ def names(tools: Tools) -> frozenset[str]:
     return frozenset(tool["function"]["name"] for tool in tools)
 
 
+# Marks of forms that are not known. Their templates may have signs of others, which are longer.
+STRANGE = (
+    *("<|tool_call", "<tool_calls>", "<tool_sep>", "<TOOLCALL>", "<|START_ACTION|>", "<invoke "),
+    *("<\uff5ctool\u2581call", "<|action_start|>"),
+)
 # In this order: the first whose sign a template has.
 FAMILIES = {
     "harmony": Family(
@@ -174,6 +186,21 @@ FAMILIES = {
         reader=lambda tools: Harmony(),
         calls=harmony_calls,
         answer=harmony_answer,
+    ),
+    "seed": Family(
+        signs=("<seed:tool_call>",),
+        marks=(
+            *("<seed:tool_call>", "</seed:tool_call>", "<function=", "</function>"),
+            *("<parameter=", "</parameter>"),
+        ),
+        reader=lambda tools: Calls(
+            ("<seed:tool_call>",),
+            ("</seed:tool_call>", "</function>"),
+            tools=names(tools),
+            xml=tools,
+        ),
+        calls=coder_calls,
+        begin="<seed:tool_call>\n<function=NAME>",
     ),
     "qwen-coder": Family(
         signs=("<function=",),
@@ -188,6 +215,17 @@ FAMILIES = {
             xml=tools,
         ),
         calls=coder_calls,
+        begin="<tool_call>\n<function=NAME>",
+    ),
+    "glm": Family(
+        signs=("<arg_key>",),
+        marks=(
+            *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
+            *("<arg_value>", "</arg_value>"),
+        ),
+        reader=lambda tools: Calls(("<tool_call>",), ("</tool_call>",), xml=tools, keyed=True),
+        calls=hermes_calls,  # objects, which are read, too: its own form keeps no schema
+        begin="<tool_call>NAME\n",
     ),
     "hermes": Family(
         signs=("<tool_call>",),
@@ -196,6 +234,7 @@ FAMILIES = {
             ("<tool_call>",), ("</tool_call>",), tools=names(tools), bare=True
         ),
         calls=hermes_calls,
+        begin='<tool_call>\n{"name": "NAME"',
     ),
     "mistral": Family(
         signs=("[TOOL_CALLS]",),
@@ -206,9 +245,13 @@ FAMILIES = {
     ),
     "llama": Family(
         signs=("<|python_tag|>", '"parameters":'),
-        marks=("<|python_tag|>",),
+        marks=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),  # Llama 3 and 4
         reader=lambda tools: Calls(
-            ("<|python_tag|>",), tools=names(tools), bare=True, separators=SEPARATORS
+            ("<|python_tag|>", "<|python_start|>"),
+            ("<|python_end|>",),
+            tools=names(tools),
+            bare=True,
+            separators=SEPARATORS,
         ),
         calls=llama_calls,
         bare=True,
@@ -218,7 +261,9 @@ FAMILIES = {
 
 
 def family_of(template: str) -> str | None:
-    """The family whose signs a chat template has."""
+    """The family whose signs a chat template has; None for a form that is not known."""
+    if any(mark in template for mark in STRANGE):
+        return None
     return next(
         (name for name, f in FAMILIES.items() if any(sign in template for sign in f.signs)), None
     )

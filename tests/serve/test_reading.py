@@ -55,6 +55,15 @@ XML = """Now.
 </parameter>
 </function>
 </tool_call>"""
+
+
+def keyed(name: str, **values: str) -> str:
+    parts = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
+    return f"<tool_call>{name}\n{''.join(parts)}</tool_call>"
+
+
+ODD = "a</tool_call>\n<tool_call>b</arg_value>c"
+SEED = XML.replace("tool_call>", "seed:tool_call>")
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     # family, text, content, calls
     ("hermes", "just text < 3 <tool", "just text < 3 <tool", []),
@@ -123,7 +132,18 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("get", '{"n": 3, "s": "4", "l": [1, 2]}')],
     ),
     ("qwen-coder", XML, "Now.", [("get", '{"n": 3, "s": "4", "l": [1, 2]}')]),
-]
+    ("seed", SEED, "Now.", [("get", '{"n": 3, "s": "4", "l": [1, 2]}')]),
+    ("seed", "<seed:tool_call><function=f></function></seed:tool_call>Hm", "Hm", [("f", "{}")]),
+    ("glm", "Hm.\n" + keyed("get", n="3", s="4", l="[1, 2]") + "\nDone.", "Hm.\nDone.",
+     [("get", '{"n": 3, "s": "4", "l": [1, 2]}')]),
+    ("glm", keyed("get", s=ODD) + keyed("f"), "", [("get", json.dumps({"s": ODD})), ("f", "{}")]),
+    ("glm", "<tool_call>get</tool_call>", "", [("get", "{}")]),
+    ("glm", "<tool_call>get", "", [("get", "{}")]),
+    ("glm", "<tool_call>get\n<arg_key>n", "get\n<arg_key>n", []),
+    ("glm", keyed("get", n="5").removesuffix("</tool_call>"), "", [("get", '{"n": 5}')]),
+    ("glm", keyed("get", n="5").replace("</arg_value>", ""), "", [("get", '{"n": 5}')]),
+    ("glm", HERMES, "", [("get", ARGS)]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -278,6 +298,10 @@ def test_families_by_their_templates() -> None:
         ('respond with JSON {"name": function name, "parameters": ...} <|eot_id|> tools', "llama"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|start|>assistant<|channel|>commentary to=functions.", "harmony"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm"),
+        ("<seed:tool_call>\n<function=example_function_name>", "seed"),
+        ('<tool_call>name<tool_sep>```json ... "parameters": {}', None),
+        ('<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]<|END_ACTION|>', None),
         ("{{ messages }}", None),
     ):
         assert family_of(text) == name

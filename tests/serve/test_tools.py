@@ -3,17 +3,23 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import llguidance
 import pytest
+from transformers import AutoTokenizer
 
 from anybit.engine.llm import LLM
 from anybit.errors import InvalidInput
+from anybit.serve.conversation import Dialect
 from anybit.serve.function_grammar import Functions, Unwritable
 from anybit.serve.reading import Calls
 from anybit.serve.tools import FAMILIES, Either
 from tests.serve.conftest import Live, serving
+from tests.serve.test_chat import THOUGHTS
 from tests.serve.test_protocol import events
+from tests.serve.test_reading import keyed, read
 from tests.serve.test_requests import HI, SMALL, TOOLS, WEATHER, ok, refusal
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SMALL}}
@@ -235,3 +241,37 @@ def test_an_object_may_hold_the_marks_of_a_call() -> None:
     reader = Either(Calls(("<tool_call>",), ("</tool_call>",)), ("<tool_call>",))
     text = '{"a": "<tool_call>"}'
     assert "".join(piece.text for piece in reader.feed(text, True)) == text
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>'),
+        ("qwen-coder", "<tool_call>\n<function=weather>\n<parameter=a>\n1\n</parameter>\n"
+         "</function>\n</tool_call>"),
+        ("glm", keyed("weather", a="1")),
+    ],
+)  # fmt: skip
+def test_a_call_ends_thoughts_that_nothing_has_ended(
+    model: Path, family: str, call: str, size: int
+) -> None:
+    """Qwen3.5 forgets `</think>` now and then. Another tool's name is a thought."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += THOUGHTS
+    dialect = Dialect(SimpleNamespace(tokenizer=tokenizer, special=set()), family)  # type: ignore[arg-type]
+    for begun, thought in ((True, "Hm."), (False, "<think>Hm.")):
+        text = f"{thought}\n{call}"
+        found = read(dialect.reader(TOOLS, begun), text, size)
+        assert found == ("Hm.\n", "", [("weather", '{"a": 1}')])
+        text = text.replace("weather", "climate")
+        assert read(dialect.reader(TOOLS, begun), text, size)[2] == []
+        text = f"{thought}\n{call}</think>{call}"  # a grammar knows where thoughts end
+        assert len(read(dialect.reader(TOOLS, begun, free=False), text, size)[2]) == 1
+
+
+def test_llama_4_marks_its_calls() -> None:
+    call = '{"name": "weather", "parameters": {"a": 1}}'
+    text = f"<|python_start|>{call}<|python_end|>"
+    found = read(FAMILIES["llama"].reader(TOOLS), text, 3)
+    assert found == ("", "", [("weather", '{"a": 1}')])
