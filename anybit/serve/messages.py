@@ -306,7 +306,7 @@ class MessagesAnswer(Answer):
                 for step in map(self.step, deltas):
                     for piece, new in zip(step.pieces, step.new, strict=True):
                         if new:
-                            out += self._stopped(at)
+                            out += self._stopped(text, at)
                             at += 1
                             block = text.blocks[at] if piece.kind == "call" else Block(piece.kind)
                             start = shown(Block(block.kind, "", block.id, block.name))
@@ -320,7 +320,7 @@ class MessagesAnswer(Answer):
         except Failed as failed:
             return named(mistakes.anthropic_error(failed.status, str(failed)))
         usage = self._usage()
-        out += self._stopped(at) + named(
+        out += self._stopped(text, at) + named(
             {"type": "message_delta", "delta": self._stop(text), "usage": usage} | self.edited
         )
         return out + named({"type": "message_stop"})
@@ -329,8 +329,13 @@ class MessagesAnswer(Answer):
         body = {"type": "content_block_delta", "index": at, "delta": delta(kind, text)}
         return named(body)
 
-    def _stopped(self, at: int) -> bytes:
-        return b"" if at < 0 else named({"type": "content_block_stop", "index": at})
+    def _stopped(self, text: Text, at: int) -> bytes:
+        if at < 0:
+            return b""
+        stop = named({"type": "content_block_stop", "index": at})
+        return (
+            self._delta(at, "signature", "") + stop if text.blocks[at].kind == "reasoning" else stop
+        )
 
     def _message(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -406,6 +411,8 @@ def delta(kind: str, text: str) -> dict[str, Any]:
         return {"type": "text_delta", "text": text}
     if kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
+    if kind == "signature":  # without which clients drop thoughts, though there is none
+        return {"type": "signature_delta", "signature": text}
     return {"type": "input_json_delta", "partial_json": text}
 
 

@@ -116,7 +116,7 @@ class StructuredOutputs(Body):
 class Labels(Body):
     """Names that clients give their requests, tiers, and what saves time; they change no answer."""
 
-    passes = frozenset(("prediction", "prompt_cache_options"))
+    passes = frozenset(("client_metadata", "prediction", "prompt_cache_options"))
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -254,8 +254,7 @@ AnyPart = Annotated[
     ContentPart | RefusalPart, Field(discriminator="type"), reads("text", "refusal")
 ]
 Content = Annotated[
-    Annotated[str, Tag("[text]")]
-    | Annotated[list[AnyPart], Field(min_length=1, fail_fast=True), Tag("[parts]")],
+    Annotated[str, Tag("[text]")] | Annotated[list[AnyPart], Field(fail_fast=True), Tag("[parts]")],
     PARTS,
 ]
 

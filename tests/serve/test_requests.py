@@ -115,7 +115,7 @@ def test_a_field_that_asks_is_refused_by_its_name(talking: Live, path: str, yes:
         ("/v1/chat/completions", {"service_tier": "auto", "store": False, "metadata": {"a": "b"}}),
         ("/v1/chat/completions", {"prediction": {"type": "content", "content": "x"}}),
         ("/v1/responses", {"service_tier": "flex", "prompt_cache_options": {"mode": "implicit"}}),
-        ("/v1/responses", {"max_tool_calls": 3}),
+        ("/v1/responses", {"max_tool_calls": 3, "client_metadata": {"a": "b"}}),
         ("/v1/chat/completions", {"thinking": {"type": "disabled"}, "enable_thinking": False}),
         ("/v1/chat/completions", {"reasoning_effort": "none"}),
         ("/v1/responses", {"reasoning": {"effort": "none"}}),

@@ -20,7 +20,7 @@ from tests.serve.conftest import Live, serving
 from tests.serve.test_chat import THOUGHTS
 from tests.serve.test_protocol import events
 from tests.serve.test_reading import keyed, read
-from tests.serve.test_requests import HI, SMALL, TOOLS, WEATHER, ok, refusal
+from tests.serve.test_requests import HI, SMALL, TOOLS, WEATHER, ok, prompt_of, refusal
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SMALL}}
 CALL = 4098  # the token <tool_call>
@@ -275,3 +275,13 @@ def test_llama_4_marks_its_calls() -> None:
     text = f"<|python_start|>{call}<|python_end|>"
     found = read(FAMILIES["llama"].reader(TOOLS), text, 3)
     assert found == ("", "", [("weather", '{"a": 1}')])
+
+
+def test_a_list_of_no_parts_is_no_text(talking: Live) -> None:
+    """As some clients send back what has called tools alone."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    prompts = {
+        prompt_of(talking, messages=[*HI, {"role": "assistant", "tool_calls": [call]} | content])
+        for content in ({"content": []}, {"content": ""}, {"content": None}, {})
+    }
+    assert len(prompts) == 1
