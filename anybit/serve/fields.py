@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 # Words by which a client asks for nothing. Tiers are what a server offers to everybody.
 NO = ("", "auto", "default", "disabled", "none", "off", "standard", "standard_only")
+ANY = frozenset(("web_search_options",))  # fields that ask for something even by `{}`
 # What servers and clients write beside an answer's text, and send back with it: none of it is a
 # part of the prompt.
 ANNOTATIONS = frozenset((
@@ -31,6 +32,7 @@ REMEDIES = {
     "functions": "give tools",
     "function_call": "give tool_choice",
     "output_format": "give output_config.format",
+    "web_search_options": "there is no search, so leave it out",
     "previous_response_id": "nothing is stored, so send all items in input",
     "conversation": "nothing is stored, so send all items in input",
     "defer_loading": "there is no search for tools, so leave it out, or leave out the tool",
@@ -69,12 +71,19 @@ class Body(BaseModel):
             return data
         names = {field.alias or name for name, field in cls.model_fields.items()}
         known = names | cls.passes
-        unknown = next((n for n, v in data.items() if n not in known and asks(v)), None)
+        unknown = next(
+            (n for n, v in data.items() if n not in known and (asks(v) or (n in ANY and v == {}))),
+            None,
+        )
         if unknown is not None:
             raise PydanticCustomError(
                 "unknown_field",
                 "this server knows no field {name}; {remedy}",
-                {"name": repr(unknown)[:200], "remedy": REMEDIES.get(unknown, "leave it out")},
+                {
+                    "name": repr(unknown)[:200],
+                    "remedy": REMEDIES.get(unknown, "leave it out"),
+                    "field": unknown[:200],
+                },
             )
         return {
             k: int(v) if isinstance(v, float) and v.is_integer() else v

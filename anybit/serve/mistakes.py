@@ -104,7 +104,8 @@ async def invalid(request: Request, error: Exception) -> Response:
     found = list(deepest.values())[:5]
     fields = [field_of(problem, getattr(error, "body", UNKNOWN)) for problem in found]
     text = "; ".join(map(described, found, fields))
-    return answer_error(request, 400, text, fields[0])
+    unknown = found[0].get("ctx", {}).get("field")  # which is named in the text
+    return answer_error(request, 400, text, ".".join(filter(None, (fields[0], unknown))) or None)
 
 
 def field_of(problem: dict[str, Any], body: Any) -> str | None:

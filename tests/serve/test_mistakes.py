@@ -202,3 +202,16 @@ def test_bodies_that_are_not_json_are_told(
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
     assert ("type" in answer.json()) == (path == "/v1/messages")  # each in its protocol's form
+
+
+def test_the_field_that_is_refused_is_the_errors_param(talking: Live) -> None:
+    path = "/v1/chat/completions"
+    for more, param in (
+        ({"made_up": 1}, "made_up"),
+        ({"stream_options": {"made_up": 1}}, "stream_options.made_up"),
+        ({"messages": [{**HI[0], "x": 1}]}, "messages.0.x"),
+        ({"web_search_options": {}}, "web_search_options"),
+    ):
+        error = talking.post(path, {"messages": HI, "max_tokens": 1} | more).json()["error"]
+        assert error["param"] == param
+        assert f"knows no field '{param.rpartition('.')[2]}'" in error["message"]
