@@ -11,7 +11,7 @@ from typing import Any
 from anybit.engine.output import Completion, Delta
 from anybit.engine.sequence import Logprob
 from anybit.engine.structured import STUCK
-from anybit.serve.encoding import Frame, around, dumps, event
+from anybit.serve.encoding import Frame, around, event, line
 from anybit.serve.events import Events
 from anybit.serve.mistakes import error
 from anybit.serve.reading import Piece, Plain, Reader, call_id
@@ -251,7 +251,7 @@ class OpenAI(Answer):
         more = delta.finish or delta.logprobs or delta.prompt_logprobs or self.changing
         if not more and len(step.pieces) == 1 and (piece := step.pieces[0]).kind != "call":
             before, after = self._frame(step.text.completion.index, piece.kind)
-            return before + dumps(piece.text) + after
+            return before + line(piece.text) + after
         return b"".join(self.part(*part) for part in self.parts(step))
 
     @property

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from anybit.serve.connection import Exchange
     from anybit.serve.streams import Stream
 
+# Characters at which some clients end a line, though the protocol does not: `str.splitlines` does.
+ENDS = {char.encode(): rf"\u{ord(char):04x}".encode() for char in "\u0085\u2028\u2029"}
 # What stands around a text, as a JSON string, in the event of a token.
 Frame = tuple[bytes, bytes]
 
@@ -26,9 +28,18 @@ def dumps(value: Any) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
+def line(value: Any) -> bytes:
+    """The same for an event: one line for every client."""
+    found = dumps(value)
+    for end, escaped in ENDS.items():
+        if end in found:
+            found = found.replace(end, escaped)
+    return found
+
+
 def event(body: dict[str, Any], name: str | None = None) -> bytes:
     """One server-sent event."""
-    data = b"data: %b\n\n" % dumps(body)
+    data = b"data: %b\n\n" % line(body)
     return data if name is None else b"event: %b\n%b" % (name.encode(), data)
 
 
@@ -48,7 +59,7 @@ class Encoded(dict[int, bytes | None]):
 
     def __missing__(self, token: int) -> bytes | None:
         text = None if self.plain is None else self.plain[token]
-        self[token] = found = None if text is None else dumps(text)
+        self[token] = found = None if text is None else line(text)
         return found
 
 

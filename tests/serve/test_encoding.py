@@ -1,6 +1,7 @@
 """Events by the short way are those of the general one, byte for byte."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from anybit.engine.sequence import Logprob, SamplingParams
 from anybit.serve import channel
 from anybit.serve.answers import Answer, Asked, ChatAnswer, CompletionsAnswer
 from anybit.serve.connection import Exchange
-from anybit.serve.encoding import Short
+from anybit.serve.encoding import Short, line
 from anybit.serve.events import EventStream
 from anybit.serve.messages import MessagesAnswer
 from anybit.serve.model import Model
@@ -22,6 +23,7 @@ from anybit.serve.texts import Words
 from tests.engine.conftest import PICO
 
 TEXT = 'def f(x):\n    """na\u00efve \u6771\u4eac \U0001f642 \\ stop\n\nUser: \t</s>"""\n'
+TEXT += "\u2028\u2029\x85 "  # at which some clients end a line
 KINDS: dict[str, Callable[[Asked], Answer]] = {
     "chat": ChatAnswer,
     "completions": lambda asked: CompletionsAnswer(asked, None, False, frozenset(), ()),
@@ -114,6 +116,12 @@ def model() -> Model:
     return Model(tokenizer, 512, 4096, 64, frozenset([0]), (), 8, "bfloat16", {}, 0, 0)
 
 
+def test_an_event_is_one_line_for_every_client() -> None:
+    value = {"a\u2028": "b\x85\u2029c\n\u2027\xe2\x80\xa8"}
+    assert json.loads(line(value)) == value
+    assert len(line(value).decode().splitlines()) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_ways_write_the_same(kind: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = [], Short.take
@@ -128,4 +136,6 @@ def test_both_ways_write_the_same(kind: str, model: Model, monkeypatch: pytest.M
             known = asyncio.run(streamed(kind, seed, model))
             patch.setattr(Short, "take", lambda self, token: False)
             assert asyncio.run(streamed(kind, seed, model)) == known
+        text = known[0].decode()
+        assert text.splitlines() == text.replace("\r", "").split("\n")[:-1]
     assert sum(taken) > len(taken) / 8
