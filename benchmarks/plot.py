@@ -61,7 +61,11 @@ def study() -> Lines:
     """The model of 1.5 billion parameters: formats without data and with, by bits."""
     rows = read("study_qwen2.5-coder-1.5b")
     trellis = ("trellis:rotate=kn", "trellis:bits=3,rotate=kn", "trellis:bits=4,rotate=kn")
-    kinds = {"rounded": (GRIDS, "rtn"), "GPTQ": (GRIDS, "gptq"), "trellis": (trellis, "gptq")}
+    kinds = {
+        "rounded": (GRIDS, "rtn"),
+        "GPTQ": (GRIDS, "gptq"),
+        "trellis": (trellis, "gptq+gradients"),
+    }
     found = {
         name: points(row for row in rows if row["spec"] in specs and row["method"] == method)
         for name, (specs, method) in kinds.items()

@@ -1,8 +1,8 @@
 """docs/tables/fill.py: the tables of the pages equal benchmarks/results."""
 
-import csv
 import re
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -118,14 +118,16 @@ def test_a_star_is_said_where_a_loss_is_of_another_text():
     assert stars == {"`int4:group=32`, calibrated"}
 
 
-def test_traffic_keeps_rows_of_random_arrivals(folder):
-    """But for bf16 with known prompts, and what ran beside other work."""
-    rows = (ROOT / "benchmarks/results/h200_http.csv").read_text()
-    (folder / "h200_http.csv").write_text(rows)
-    random = [row for row in csv.DictReader(rows.splitlines()) if row["load"] == "poisson"]
-    random = [row for row in random if row["weights"] != "bf16" or row["known_share"] == "0"]
-    random = [row for row in random if row["server"] in ("anybit", "vLLM 0.33")]
-    assert len(engine_tables.traffic().splitlines()) == len(random) + 2
+def test_traffic_is_the_newest_run_of_random_arrivals_with_new_prompts(folder):
+    titles = "server,weights,load,rate_per_s,known_share,ttft_p50_ms,ttft_p99_ms,tpot_p50_ms"
+    lines = [f"{titles},itl_p99_ms,date"]
+    for load, known, date in product(
+        ("poisson", "burst"), ("0", "0.5"), ("2026-01-01", "2026-02-01")
+    ):
+        lines += [f"one,fp8,{load},16,{known},1,2,3,4,{date}"]
+    (folder / "h200_http.csv").write_text("\n".join(lines))
+    table = engine_tables.traffic().splitlines()
+    assert table[2:] == ["| 16 | one | fp8 | 1 | 2 | 3 | 4 |"]
 
 
 def test_bits_at_equal_kl(folder):
@@ -316,7 +318,7 @@ q,int8,kv,,0,0,8.25,3,900,0.0001,0.001,0.0001,0.98,26 of 4096,H
 q,"int4:group=64,zero",rtn,,0,0,4.375,1,900,0.04,0.001,0.04,0.9,26 of 4096,H
 q,"int4:group=64,zero",hqq,,0,0,4.5,1,900,0.03,0.001,0.03,0.9,26 of 4096,H
 q,"int4:group=64,zero",gptq,mixed,128,1024,4.375,1,900,0.02,0.001,0.02,0.9,26 of 4096,H
-q,"trellis:bits=4,rotate=kn",gptq,mixed,128,1024,4.07,1,900,0.01,0.001,0.01,0.9,26 of 4096,H
+q,"trellis:bits=4,rotate=kn",gptq+gradients,mixed,128,1024,4.07,1,900,0.01,0,0.01,0.9,26 of 4096,H
 q,plan:4.5,gptq,mixed,128,1024,4.5,1,900,0.01,0.001,0.01,0.9,26 of 4096,H
 """
 TASKS = """model,pass1,pass1_error,valid,valid_error
@@ -331,7 +333,7 @@ def test_the_first_table_shows_what_is_recommended(folder):
     lines = first_tables.large().splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:7]] == [
         ["| `bf16`", "16-bit products"], ["| `int8`", "rounded"], ["| `plan:4.5`", "`gptq`"],
-        ["| `int4:group=64,zero`", "`gptq`"], ["| `trellis:bits=4,rotate=kn`", "`gptq`"],
+        ["| `int4:group=64,zero`", "`gptq`"], ["| `trellis:bits=4,rotate=kn`", "`gptq+gradients`"],
     ]  # fmt: skip
     assert lines[-1] == (
         "*Half English, half Python: 900 tokens in windows of 4096 (H); calibrated on 128 windows "

@@ -15,16 +15,11 @@ def tables() -> dict[str, str]:
         "studied": by_bits("study_qwen2.5-coder-1.5b", keep=chosen_from),
         "published": by_bits("h200_published", "SmolLM2-135M-Instruct", published),
         "study_105m": by_bits("h200_accuracy", "study-105m", spoken_of),
-        "large_columns": by_bits("cpu_accuracy", "pico-large-columns", rounded),
         "rotation_outliers": by_bits("cpu_rotation", "pico-outliers", rotation),
         "front_study_105m_60s": front("h200_trellis", ""),
         "trellis_products": trellis_products(),
         "heads": heads(),
     }
-
-
-def rounded(row: Row) -> bool:
-    return row["method"] in ("dense", "rtn")
 
 
 def spoken_of(row: Row) -> bool:

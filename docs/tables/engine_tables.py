@@ -25,22 +25,17 @@ def tables() -> dict[str, str]:
     }
 
 
-def shown(row: Row) -> bool:
-    """Not what was measured beside other work, nor bf16 with prompts that are known."""
-    known = row["weights"] == "bf16" and row["known_share"] != "0"
-    return row["load"] == "poisson" and not known and "busy" not in row["server"]
-
-
 def traffic() -> str:
-    """Requests over HTTP that arrive at random: latencies, by server and rate."""
+    """Requests over HTTP that arrive at random, with new prompts: the newest run, by rate."""
     times = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "itl_p99_ms")
+    rows = [r for r in read("h200_http") if r["load"] == "poisson" and r["known_share"] == "0"]
+    newest = max((r["date"] for r in rows), default="")
     out = [
-        [r["rate_per_s"], r["server"], r["weights"], f"{float(r['known_share']):.0%}"]
-        + [r[time] for time in times]
-        for r in sorted(read("h200_http"), key=lambda r: float(r["rate_per_s"]))
-        if shown(r)
+        [r["rate_per_s"], r["server"], r["weights"], *(r[time] for time in times)]
+        for r in sorted(rows, key=lambda r: float(r["rate_per_s"]))
+        if r["date"] == newest
     ]
-    titles = ["requests/s", "server", "weights", "known", "TTFT p50", "p99", "TPOT p50", "ITL p99"]
+    titles = ["requests/s", "server", "weights", "TTFT p50", "p99", "TPOT p50", "ITL p99"]
     return markdown(titles, out, words=3)
 
 

@@ -56,10 +56,11 @@ def tables() -> dict[str, str]:
 # Quality: two published models, whose files are in 4 bits.
 
 LARGE = (  # what is recommended, best first
-    ("bf16", "dense"), ("int8", "rtn"), ("fp:e2m3", "gptq"), ("fp:e2m3", "rtn"),
-    ("plan:4.5", "gptq"), ("int4:group=64,zero", "gptq"), ("liquid@int8", "smooth+gptq"),
-    ("trellis:bits=4,rotate=kn", "gptq"), ("trellis:bits=3,rotate=kn", "gptq"),
-    ("trellis:rotate=kn", "gptq"), ("trellis:code=look,rotate=kn", "gptq"),
+    ("bf16", "dense"), ("int8", "gptq"), ("int8", "rtn"), ("fp:e2m3", "gptq"),
+    ("fp:e2m3", "rtn"), ("plan:4.5", "gptq"), ("int4:group=64,zero", "gptq"),
+    ("liquid@int8", "smooth+gptq"), ("trellis:bits=4,rotate=kn", "gptq+gradients"),
+    ("trellis:bits=4,rotate=kn", "gptq"), ("trellis:bits=3,rotate=kn", "gptq+gradients"),
+    ("trellis:rotate=kn", "gptq+gradients"), ("trellis:code=look,rotate=kn", "gptq"),
 )  # fmt: skip
 
 
