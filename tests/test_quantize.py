@@ -92,6 +92,13 @@ def test_dequantize_turns_back_to_dense_layers_of_the_same_function():
     assert (m(ids) - quantized).float().norm() < 0.01 * quantized.float().norm()
 
 
+@pytest.mark.parametrize("other", [(), (torch.nn.Embedding(32, 32),)])
+def test_models_without_linear_layers(other):
+    convolution = torch.nn.Conv1d(32, 32, 3)
+    with pytest.raises(ValueError, match=r"nothing to quantize: the model has no linear layers$"):
+        anybit.quantize_(torch.nn.Sequential(convolution, *other), "int8")
+
+
 BAD = [
     ({"*": "int4", "*.up_proj": "int8"}, r"no layer matches '\*\.up_proj'; layers are named like"),
     ({"*.q_proj": "int4"}, r"no pattern matches layer 'layers\.0\.down_proj' .*give '\*'"),

@@ -21,6 +21,8 @@ SPEECH = TEXT | {
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
 PICTURE = TEXT | {"image_size": 16, "patch_size": 8}
+ENCODER = TEXT | {"num_mel_bins": 16, "subsampling_conv_channels": 16}
+SOUNDS = {"vocab_size": 70, "decoder_hidden_size": 64, "encoder_config": ENCODER}
 CASES = [
     ("BertForSequenceClassification", TEXT, {"classifier"}),
     ("BertForQuestionAnswering", TEXT, {"qa_outputs"}),
@@ -30,6 +32,7 @@ CASES = [
     ("ViTForImageClassification", PICTURE, {"classifier"}),
     ("CLIPForImageClassification", {"vision_config": PICTURE, "num_labels": 32}, {"classifier"}),
     ("Wav2Vec2ForSequenceClassification", SPEECH, {"projector", "classifier"}),
+    ("ParakeetForTDT", SOUNDS, {"joint.head"}),
 ]
 
 

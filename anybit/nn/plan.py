@@ -62,13 +62,18 @@ def resolve(
         if name in embeddings:
             check_rows(name, fmt, activation)
         out[name] = scheme
+    if not shapes and unused == {"*"}:
+        raise InvalidInput("nothing to quantize: the model has no linear layers")
     if unused - {"lm_head"}:
         raise InvalidInput(
             f"no layer matches {', '.join(map(repr, sorted(unused)))}; layers are named like "
             f"{', '.join(map(repr, list(shapes)[:3]))}"
         )
     if not out:
-        raise InvalidInput("nothing to quantize: every layer is kept (None), a head or tiny")
+        raise InvalidInput(
+            "nothing to quantize: every layer is kept (None), a head, tiny, or none that only "
+            "multiplies by a matrix"
+        )
     return out
 
 

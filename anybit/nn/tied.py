@@ -1,5 +1,6 @@
 """Layers that share their weight with another module, and heads that get one of their own."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,8 @@ def task_heads(model: nn.Module) -> set[str]:
     """Linear layers behind the base of a transformers model without output embeddings.
 
     They classify, score, or find answers; blocks behind the base do not. Of a model whose base has
-    no known place, those of its own layers that have an output for each label.
+    no known place, those of its own layers that have an output for each label, and those called
+    "head" with one for each word, as transducers of speech have.
     """
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
@@ -37,7 +39,13 @@ def task_heads(model: nn.Module) -> set[str]:
     if isinstance(base, nn.Module):
         inside = (f"{model.base_model_prefix}.", *blocks(model))
         return {name for name in linears if not name.startswith(inside)}
-    return {name for name, m in linears.items() if "." not in name and m.out_features == labels}
+    words = getattr(model.config, "vocab_size", None) or math.inf
+    return {
+        name
+        for name, m in linears.items()
+        if ("." not in name and m.out_features == labels)
+        or (name.rpartition(".")[2] == "head" and m.out_features >= words)
+    }
 
 
 def blocks(model: nn.Module) -> Iterator[str]:

@@ -12,12 +12,10 @@ from anybit.core.format import Format, get_format
 from anybit.core.packed import Packed
 from anybit.core.scheme import parse_scheme
 from anybit.errors import InvalidInput, InvalidType
-from anybit.nn.embedding import embedding_layers
 from anybit.nn.linear import QuantLinear, check_finite, check_real
 from anybit.nn.model import (
     Module,
     check_module,
-    dense_layers,
     is_linear,
     linear_at,
     outline_of,
@@ -202,8 +200,6 @@ def schemes_of(
         if is_lazy(tensor):
             raise InvalidInput(f"{name} has no shape yet; call the model once, then quantize it")
     done = sum(1 for _ in quantized_modules(model))
-    if not dense_layers(model) and not embedding_layers(model) and not done:
-        raise InvalidInput(f"{type(model).__name__} has no nn.Linear layers to quantize")
     try:
         schemes, plan = quantized_plan(outline_of(model), spec, quantizer)
     except InvalidInput as error:
