@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from anybit.engine.sequence import MAX_LOGPROBS, MAX_SAMPLES, SamplingParams
 from anybit.engine.structured import Structured
@@ -254,7 +254,8 @@ AnyPart = Annotated[
     ContentPart | RefusalPart, Field(discriminator="type"), reads("text", "refusal")
 ]
 Content = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[list[AnyPart], Field(fail_fast=True), Tag("[parts]")],
+    Annotated[str, Tag("[text]")]
+    | Annotated[list[AnyPart], Field(min_length=1, fail_fast=True), Tag("[parts]")],
     PARTS,
 ]
 
@@ -342,6 +343,14 @@ class ChatMessage(Replayed):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def silent(cls, data: Any) -> Any:
+        """An assistant that has only called tools may have said a list of nothing."""
+        if isinstance(data, dict) and data.get("role") == "assistant" and data.get("content") == []:
+            return data | {"content": None}
+        return data
 
     @property
     def text(self) -> str:
