@@ -8,6 +8,7 @@ from typing import Any
 from anybit.engine.sequence import SamplingParams
 from anybit.engine.structured import Structured, by_number
 from anybit.errors import AnybitError, InvalidInput, in_a_line
+from anybit.serve.fields import naming
 from anybit.serve.harmony import Harmony
 from anybit.serve.model import Model
 from anybit.serve.protocol import ChatMessage, ChatRequest, NamedTool, OnlyTools
@@ -78,7 +79,8 @@ class Dialect:
         thinking = self.think is not None and text.rstrip().endswith(self.think[0])
         if self.think is not None and begun is not None:
             thinking = begun.rfind(self.think[0]) > begun.rfind(self.think[1])
-        structured, begins = self._form(params.structured, body, tools)
+        with naming(body.form):
+            structured, begins = self._form(params.structured, body, tools)
         if structured is not None:
             start, end = (self.tokens.get(mark) for mark in self.think or ("", ""))
             think = None if start is None or end is None else (start, end)
@@ -88,7 +90,9 @@ class Dialect:
                 )
             structured = replace(structured, think=think, thinking=thinking)
             if job.llm.grammars is not None:
-                job.llm.grammars.tried(structured)  # which is kept for the engine
+                fields = [*(["tools"] if tools else []), *([body.form] if body.form else [])]
+                with naming(", ".join(fields)):
+                    job.llm.grammars.tried(structured)  # which is kept for the engine
                 self._check_apart(structured, begins, job.llm)
         params = replace(params, structured=structured, shown=(*params.shown, *self.shown))
         return Prepared(
@@ -210,7 +214,8 @@ class Dialect:
                 options[name] = value
         for name in options:
             if name not in self.template or not name.isidentifier():
-                raise InvalidInput(f"{name}: the model's chat template does not read it")
+                given = "chat_template_kwargs." if name in (body.chat_template_kwargs or ()) else ""
+                raise InvalidInput(f"{given}{name}: the model's chat template does not read it")
             if name in OWN_FIELDS:
                 raise InvalidInput(f"{name} is a field of its own, not of chat_template_kwargs")
         return options

@@ -1,5 +1,7 @@
 """What all bodies of requests have in common: fields that are known, and those that say no."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -11,6 +13,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from anybit.errors import InvalidInput
 
 # Words by which a client asks for nothing. Tiers are what a server offers to everybody.
 NO = ("", "auto", "default", "disabled", "none", "off", "standard", "standard_only")
@@ -133,3 +137,14 @@ def offers(kind: str) -> BeforeValidator:
     """Refuse tools of other types than this one: they are a service of whom the protocol is."""
     said = "this server runs no tools itself, so it takes those of type '{kinds}', not {kind}"
     return of_types("no_tool", (kind,), said)
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Have what is said of a schema or a grammar begin with the field that it is of."""
+    try:
+        yield
+    except InvalidInput as error:
+        if str(error).startswith(("the JSON schema", "the grammar")):
+            raise InvalidInput(f"{field}: {error}") from None
+        raise

@@ -135,6 +135,11 @@ class Prompting(Body):
         default=None, ge=-1, description="keep so many of the last; -1: as many as the model holds"
     )
 
+    @property
+    def form(self) -> str:
+        """The fields that say what a text must be."""
+        return ""
+
     def kept(self, length: int) -> int | None:
         """Tokens of a prompt to keep, of which the model holds `length`; None: all."""
         return length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
@@ -184,6 +189,12 @@ class Sampling(Labels, Prompting):
     def usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def form(self) -> str:
+        names = ("response_format", "structured_outputs")
+        guided = (f"guided_{name}" for name in ("json", "regex", "choice", "grammar"))
+        return ", ".join(name for name in (*names, *guided) if getattr(self, name) is not None)
 
     def structured(self) -> Structured | None:
         """What the text must be; InvalidInput when more than one field says so."""

@@ -16,6 +16,7 @@ from anybit.serve.answers import Answer, Asked, Failed
 from anybit.serve.conversation import Dialect, Prepared, forces
 from anybit.serve.encoding import dumps
 from anybit.serve.events import EventStream
+from anybit.serve.fields import naming
 from anybit.serve.mistakes import WrongField
 from anybit.serve.model import Model
 from anybit.serve.protocol import ChatRequest, Prompting
@@ -66,7 +67,8 @@ class Server:
 
         def work(job: Job) -> list[list[int]]:
             if params.structured is not None and job.llm.grammars is not None:
-                job.llm.grammars.tried(params.structured)
+                with naming(body.form):
+                    job.llm.grammars.tried(params.structured)
             kept = body.kept(room(job.llm, params))
             special = body.add_special_tokens is not False
             return [job.prompt(prompt, special, kept) for prompt in prompts]

@@ -8,6 +8,7 @@ from typing import Any
 
 from anybit.engine.schemas import json_rule, kinds
 from anybit.errors import InvalidInput
+from anybit.serve.fields import naming
 from anybit.serve.function_grammar import Functions, Unwritable
 from anybit.serve.harmony import Harmony
 from anybit.serve.reading import Calls, Piece, Plain, Reader
@@ -69,7 +70,7 @@ class Family:
         there, whatever other tools say. Around it, white space is as in all the templates.
         """
         opening = " ".join(map(json.dumps, self.opening(function)))
-        return f'{opening} {json_rule(parameters(function))} "}}"'
+        return f'{opening} {arguments_rule(function)} "}}"'
 
     def opening(self, function: dict[str, Any]) -> tuple[str, ...]:
         """A call's JSON object up to its arguments, in words that are JSON's, too.
@@ -78,6 +79,13 @@ class Family:
         """
         name, arguments = json.dumps(function["name"]), f'"{self.arguments}"'
         return "{", '"name"', ":", " ", name, ",", " ", arguments, ":", " "
+
+
+def arguments_rule(function: dict[str, Any]) -> str:
+    """A function's arguments as a part of a Lark rule."""
+    schema = parameters(function)
+    with naming(f"tools: the parameters of {function['name']!r}"):
+        return json_rule(schema)
 
 
 def parameters(function: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +141,8 @@ def coder_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
     for tool in tools:
         function = tool["function"]
         try:
-            options.append(functions.call(function["name"], parameters(function)))
+            with naming(f"tools: the parameters of {function['name']!r}"):
+                options.append(functions.call(function["name"], parameters(function)))
         except (Unwritable, RecursionError):
             options.append(form.call(function))
     return marked(form, " | ".join(options), several, mark) + functions.rules()
@@ -158,7 +167,7 @@ def harmony_calls(form: Family, tools: Tools, several: bool, mark: Mark) -> str:
     rules += f"THOUGHT: THINKING {inside}\nTHINKING: {text}\n"
     header = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
     options = " | ".join(
-        f"{json.dumps(function['name'] + ' ')} {header} {json_rule(parameters(function))}"
+        f"{json.dumps(function['name'] + ' ')} {header} {arguments_rule(function)}"
         for function in (tool["function"] for tool in tools)
     )
     begin = f'{mark("<|channel|>")} "commentary to=functions."'

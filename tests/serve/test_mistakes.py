@@ -215,3 +215,46 @@ def test_the_field_that_is_refused_is_the_errors_param(talking: Live) -> None:
         error = talking.post(path, {"messages": HI, "max_tokens": 1} | more).json()["error"]
         assert error["param"] == param
         assert f"knows no field '{param.rpartition('.')[2]}'" in error["message"]
+
+
+BAD: dict = {"type": "object", "patternProperties": {"^a": {}, "b$": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "said"),
+    [
+        ("completions", {"guided_json": BAD}, "guided_json: the grammar is not taken: a key may"),
+        ("completions", {"guided_regex": "("}, "guided_regex: the grammar is not taken: "),
+        ("completions", {"guided_json": "x"}, "guided_json: the JSON schema is not JSON: "),
+        ("completions", {"structured_outputs": {"grammar": "start: x"}}, "structured_outputs: the"),
+        ("chat/completions", {"guided_json": BAD}, "guided_json: the grammar is not taken: "),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": 1}}}},
+            "response_format: the JSON schema: enum is 1, not a list",
+        ),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": name, "parameters": schema}}
+                       for name, schema in (("f", {}), ("g", {"required": 5}))],
+             "tool_choice": "required"},
+            "tools: the parameters of 'g': the JSON schema: required is 5, not a list of strings",
+        ),
+        (
+            "chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}],
+             "tool_choice": "required"},
+            "tools: the grammar is not taken: a key may match two of its patternProperties",
+        ),
+        (
+            "chat/completions",
+            {"chat_template_kwargs": {"made_up": True}},
+            "chat_template_kwargs.made_up: the model's chat template does not read it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_schema_that_is_refused_is_named(talking: Live, path: str, more: dict, said: str) -> None:
+    what = {"prompt": "x"} if path == "completions" else {"messages": HI}
+    answer = talking.post(f"/v1/{path}", what | {"max_tokens": 1} | more)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(said)
