@@ -85,15 +85,20 @@ def kernels_for(
 
 def quantizing_kernels(layer: LayerSpec) -> Iterator[KernelSpec]:
     """What may multiply one token of a layer in int8, and quantizes it; none that cannot be had."""
-    gpu, d = tiles.gpu_for(chip_of(layer.device)), decoder_for(layer.format, torch.int8)
-    few = mma_tiles.choose(d, gpu, 1, layer.shape[0]) if tiles.has_mma(d) else None
-    tile = few and single_tiles.quantizing(few, d, gpu, layer.shape[1])
-    if not tile:
-        return
-    for output in NAMES.values():
-        kernel = mma_tiles.kernel_of(d, gpu, tile, output)
-        if kernel and not missing_kernels([kernel]):
-            yield kernel
+    d, chip = decoder_for(layer.format, torch.int8), chip_of(layer.device)
+    found = (quantizing_kernel(d, chip, *layer.shape, output) for output in NAMES.values())
+    return (kernel for kernel in found if kernel)
+
+
+def quantizing_kernel(
+    d: Decoder, chip: Chip, n: int, k: int, output: str
+) -> mma_tiles.Kernel | None:
+    """The kernel that does it for a weight (n, k)."""
+    gpu = tiles.gpu_for(chip)
+    few = mma_tiles.choose(d, gpu, 1, n) if tiles.has_mma(d) else None
+    tile = few and single_tiles.quantizing(few, d, gpu, k)
+    kernel = tile and mma_tiles.kernel_of(d, gpu, tile, output)
+    return kernel if kernel and not missing_kernels([kernel]) else None
 
 
 def copy_kernel(d: Decoder) -> mma_tiles.Kernel:
@@ -183,14 +188,11 @@ def quantizing(
     `anybit build` does not know K, so its kernel may be missing.
     """
     d, chip = decoder_for(fmt, torch.int8), chip_of(device)
-    gpu = tiles.gpu_for(chip)
     cell = tuned.cell_of("hopper", fmt, "int8", dtype, n, k)
-    few = choices.choose(d, 1, n, k, chip, tuned.winner(cell, 1, device)).few
-    tile = few and single_tiles.quantizing(few, d, gpu, k)
-    kernel = tile and mma_tiles.kernel_of(d, gpu, tile, NAMES[dtype])
-    if not kernel or missing_kernels([kernel]):
+    if not choices.choose(d, 1, n, k, chip, tuned.winner(cell, 1, device)).few:
         return None
-    return mma.launch_of(kernel, gpu, device, 1, n, k)
+    kernel = quantizing_kernel(d, chip, n, k, NAMES[dtype])
+    return kernel and mma.launch_of(kernel, tiles.gpu_for(chip), device, 1, n, k)
 
 
 @tuned.cached
