@@ -1,6 +1,5 @@
 """Activations as the kernels read them: one type, whole blocks, tokens side by side."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,13 +8,16 @@ from torch import Tensor
 
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.floats import (
+    BYTES,
     along,
     every,
+    int8,
     largest,
     magnitude,
     maximum,
     read,
     several,
+    single,
     whole,
 )
 from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, Function, Value, vec
@@ -23,6 +25,7 @@ from anybit.kernels.native.isa import Isa
 from anybit.kernels.native.operand import Operand, laid
 
 NAMES = ("next", "x", "stride", "k", "m", "tokens", "units", "to", "sums", "groups")
+TOKENS = ("next", "x", "stride", "k", "m", "to", "scale")
 DTYPES = {
     torch.float32: F32,
     torch.bfloat16: BF16,
@@ -83,7 +86,7 @@ def pack(
 @cache
 def kernel(spec: Packing) -> build.Kernel:
     f = _pack(spec)
-    return build.kernel(f, spec.operand.isa)
+    return build.kernel(f)
 
 
 def quantize(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
@@ -104,49 +107,34 @@ def quantize(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
 @cache
 def quantizer(source: str, isa: Isa) -> build.Kernel:
     """What quantizes activations whose type LLVM calls `source`."""
-    f = Function("quantize", ("next", "x", "stride", "k", "m", "to", "scale"))
-    count, k = isa.floats, f.number("k")
-    size = 4 if source == F32 else 2
-    kind = vec(count, F32)
-
-    def parts(row: Value, each: Callable[[int, Value, Value], None]) -> None:
-        """Call each(lanes, column, numbers) for whole vectors, then for single numbers."""
-        whole = k // count * count
-        with f.loop(0, whole, count) as at:
-            each(count, at, _real(f, f.load(vec(count, source), row, at * size)))
-        with f.loop(whole, k) as at:
-            each(1, at, _real(f, f.load(vec(1, source), row, at * size)))
-
+    f = Function("quantize", TOKENS, isa)
+    k, size = f.number("k"), BYTES[source]
     with f.chunks(1, f.number("m")) as (t, _):
         row = f.at(f.pointer("x"), t * f.number("stride"))
         to = f.at(f.pointer("to"), t * k)
-        largest = f.variable(f.zero(kind))
-
-        def compare(lanes: int, at: Value, x: Value) -> None:
-            old = largest.get()
-            size = f.call(x.kind, f"llvm.fabs.v{lanes}f32", x)
-            wide = f.shuffle(size, size, [min(i, lanes - 1) for i in range(count)])
-            largest.set(f.call(kind, f"llvm.maximum.v{count}f32", old, wide))  # NaN stays
-
-        parts(row, compare)
-        top = largest.get()
-        while (left := ir.lanes(top.kind)) > 1:
-            a, b = (f.shuffle(top, top, range(i, i + left // 2)) for i in (0, left // 2))
-            top = f.call(a.kind, f"llvm.maximum.v{left // 2}f32", a, b)
-        scale = f.lane(top, 0) // 127
-        scale = f.select(f.compare("oeq", scale, 0), f.constant(1, F32), scale)
+        scale = _top(source, row, k) // 127
+        scale = scale.compare("oeq", 0).select(scale.like(1), scale)
         f.store(scale, f.pointer("scale"), t << 2)
 
-        def divide(lanes: int, at: Value, x: Value) -> None:
-            some = f.call(x.kind, f"llvm.roundeven.v{lanes}f32", x // f.splat(scale, lanes))
-            for end, how in ((-127, "ogt"), (127, "olt")):
-                limit = f.constant(end, F32)
-                limits = f.splat(limit, lanes)
-                some = f.select(f.compare(how, some, limits), some, limits)
-            f.store(f.cast("fptosi", some, vec(lanes, I8)), to, at)
+        def divide(i: Value, count: int) -> None:
+            some = read(source, row, i * size, count)
+            f.store(int8(some // every(scale, count)), to, i)
 
-        parts(row, divide)
-    return build.kernel(f, isa)
+        along(0, k, isa.floats, divide)
+    return build.kernel(f)
+
+
+def _top(kind: str, row: Value, k: Value) -> Value:
+    """The largest magnitude of k numbers; NaN where one is."""
+    f = row.function
+    tops = {n: f.variable(f.constant(0, several(F32, n))) for n in (f.isa.floats, 1)}
+
+    def compare(i: Value, count: int) -> None:
+        some = magnitude(read(kind, row, i * BYTES[kind], count))
+        tops[count].set(maximum(tops[count].get(), some))
+
+    along(0, k, f.isa.floats, compare)
+    return maximum(largest(tops[f.isa.floats].get()), tops[1].get())
 
 
 def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
@@ -164,62 +152,55 @@ def fixed(x: Tensor, isa: Isa) -> tuple[Tensor, Tensor]:
 
 @cache
 def fixer(isa: Isa) -> build.Kernel:
-    f = Function("fixed", ("next", "x", "stride", "k", "m", "to", "scale"))
+    f = Function("fixed", TOKENS, isa)
     k = f.number("k")
     with f.chunks(1, f.number("m")) as (t, _):
         row = f.at(f.pointer("x"), t * f.number("stride"))
         to = f.at(f.pointer("to"), t * k * 2)
-        tops = {n: f.variable(f.constant(0, several(F32, n))) for n in (isa.floats, 1)}
-
-        def compare(i: Value, count: int) -> None:
-            some = magnitude(f, read(f, BF16, row, i * 2, count))
-            tops[count].set(maximum(f, tops[count].get(), some))
-
-        along(f, 0, k, isa.floats, compare)
-        top = maximum(f, largest(f, tops[isa.floats].get()), tops[1].get())
-        exponent = f.bits(top, I32) >> 23
-        above = (f.bits(top, I32) + (1 << 16)) >> 23  # one more for the largest mantissa
-        high = f.compare("ugt", above, 15)
-        power = f.select(high, above, f.constant(15, I32))
-        nan = f.bits(f.constant(0x7FC00000, I32), F32)
-        scale = f.bits((power - 14) << 23, F32)
-        finite = f.compare("ult", exponent, 255)
-        f.store(f.select(finite, scale, nan), f.pointer("scale"), t << 2)
-        inverse = f.bits((268 - power) << 23, F32)
+        top = _top(BF16, row, k)
+        exponent = top.bits(I32) >> 23
+        above = (top.bits(I32) + (1 << 16)) >> 23  # one more for the largest mantissa
+        high = above.compare("ugt", 15)
+        power = high.select(above, f.constant(15, I32))
+        nan = f.constant(0x7FC00000, I32).bits(F32)
+        scale = ((power - 14) << 23).bits(F32)
+        finite = exponent.compare("ult", 255)
+        f.store(finite.select(scale, nan), f.pointer("scale"), t << 2)
+        inverse = ((268 - power) << 23).bits(F32)
 
         def move(i: Value, count: int) -> None:
-            some = read(f, BF16, row, i * 2, count) * every(f, inverse, count)
-            code = whole(f, some, -32768.0, 32767.0)
-            f.store(f.cast("trunc", code, several(I16, count)), to, i * 2)
+            some = read(BF16, row, i * 2, count) * every(inverse, count)
+            code = whole(some, -32768.0, 32767.0)
+            f.store(code.cast("trunc", several(I16, count)), to, i * 2)
 
-        along(f, 0, k, isa.floats, move)
-    return build.kernel(f, isa)
+        along(0, k, isa.floats, move)
+    return build.kernel(f)
 
 
-def _split(f: Function, some: Value) -> Value:
+def _split(some: Value) -> Value:
     """int16 as signed bytes: of each 32, upper ones and then lower ones; upper * 256 + lower."""
     count = ir.lanes(some.kind)
-    low = f.cast("trunc", some, vec(count, I8))
-    high = f.cast("trunc", (some - f.cast("sext", low, some.kind)) >> 8, low.kind)
+    low = some.cast("trunc", vec(count, I8))
+    high = ((some - low.cast("sext", some.kind)) >> 8).cast("trunc", low.kind)
     places = [
         half + i + byte for i in range(0, count, 32) for half in (0, count) for byte in range(32)
     ]
-    return f.shuffle(high, low, places)
+    return high.shuffle(low, places)
 
 
 def _pack(spec: Packing) -> Function:
     operand = spec.operand
-    f = Function("pack", NAMES)
+    f = Function("pack", NAMES, operand.isa)
     unit, size = operand.codes, operand.isa.bits // 8
     k, m, tokens = f.number("k"), f.number("m"), f.number("tokens")
     units = f.number("units")
-    bytes_ = {F32: 4, BF16: 2, "half": 2, I8: 1, I16: 2}[spec.source]
+    bytes_ = BYTES[spec.source]
     rest = f.allocate(I8, unit * bytes_)
     with f.chunks(tokens, m) as (first, last):
         left = m - first
         # A last part that is smaller than the others lies closer, unless it is the only one.
-        few = f.compare("sgt", tokens, m)
-        span = f.select(few, tokens, f.smaller(left, tokens))
+        few = tokens > m
+        span = few.select(tokens, left.smaller(tokens))
         to = f.at(f.pointer("to"), first * units * (unit * operand.token_bytes))
         with f.loop(first, last) as t:
             row = f.at(f.pointer("x"), t * f.number("stride"))
@@ -230,60 +211,48 @@ def _pack(spec: Packing) -> Function:
             with f.loop(0, units) as u:
                 source = f.at(row, u * (unit * bytes_))
                 there = k - u * unit
-                with f.when(f.compare("slt", there, unit)):
+                with f.when(there < unit):
                     with f.loop(0, unit * bytes_) as i:
                         f.store(f.zero(I8), rest, i)
                     with f.loop(0, there * bytes_) as i:
                         f.store(f.load(I8, source, i), rest, i)
-                whole = f.compare("sge", there, unit)
-                some = f.load(vec(unit, spec.source), f.select(whole, source, rest))
-                numbers = _convert(f, operand, some)
+                whole = there >= unit
+                some = f.load(vec(unit, spec.source), whole.select(source, rest))
+                numbers = _convert(operand, some)
                 if operand.order() != list(range(unit)):
-                    numbers = f.shuffle(numbers, numbers, operand.order())
+                    numbers = numbers.pick(operand.order())
                 if operand.banded:
-                    numbers = _split(f, numbers) if operand.kind == "split" else numbers
+                    numbers = _split(numbers) if operand.kind == "split" else numbers
                     f.store(numbers, to, u * (unit * operand.token_bytes))
                 place = f.at(to, (u * operand.vectors * span + (t - first)) * size)
                 for j in range(0 if operand.banded else operand.vectors):
                     count = unit // operand.vectors
-                    part = f.shuffle(numbers, numbers, range(j * count, (j + 1) * count))
+                    part = numbers.pick(range(j * count, (j + 1) * count))
                     f.store(part, place, span * (j * size))
                 if spec.group is not None:
-                    _sum(f, spec, some, t, u)
+                    _sum(spec, some, t, u)
     return f
 
 
-def _convert(f: Function, operand: Operand, some: Value) -> Value:
+def _convert(operand: Operand, some: Value) -> Value:
     count, source = ir.lanes(some.kind), ir.scalar(some.kind)
     target = ir.scalar(operand.vector)
     if source == target or operand.kind == "split":
         return some
     if operand.whole:
-        return f.cast("sext", some, vec(count, target))
-    real = _real(f, some)
-    return real if target == F32 else f.cast("fptrunc", real, vec(count, target))
+        return some.cast("sext", vec(count, target))
+    return single(some).cast("fptrunc", vec(count, target))
 
 
-def _real(f: Function, some: Value) -> Value:
-    """Numbers as fp32."""
-    count, source = ir.lanes(some.kind), ir.scalar(some.kind)
-    if source == F32:
-        return some
-    if source == BF16:
-        wide = f.cast("zext", f.bits(some, vec(count, I16)), vec(count, I32))
-        return f.bits(wide << 16, vec(count, F32))
-    return f.cast("sitofp" if source == I8 else "fpext", some, vec(count, F32))
-
-
-def _sum(f: Function, spec: Packing, some: Value, t: Value, u: Value) -> None:
+def _sum(spec: Packing, some: Value, t: Value, u: Value) -> None:
     """Add a unit to the sums of its groups."""
-    unit, operand = spec.operand.codes, spec.operand
-    wide = f.cast("sext", some, vec(unit, I32)) if operand.integer else _real(f, some)
+    f, unit, operand = some.function, spec.operand.codes, spec.operand
+    wide = some.cast("sext", vec(unit, I32)) if operand.integer else single(some)
     size = spec.group or unit
     count = max(1, unit // size)  # groups in a unit
     for i in range(count):
-        some = wide if count == 1 else f.shuffle(wide, wide, range(i * size, (i + 1) * size))
-        total = f.sum(some)
+        some = wide if count == 1 else wide.pick(range(i * size, (i + 1) * size))
+        total = some.sum()
         at = t
         if spec.group:
             group = u // (size // unit) if count == 1 else u * count + i

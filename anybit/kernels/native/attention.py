@@ -14,7 +14,7 @@ from anybit.kernels.attention import Part, Scores
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.activations import DTYPES
-from anybit.kernels.native.cache import Cache, cache_of, pointer
+from anybit.kernels.native.cache import Cache, cache_of
 from anybit.kernels.native.floats import BYTES, exp, largest, maximum, read, rounded
 from anybit.kernels.native.fused import bits_of, level, threads
 from anybit.kernels.native.ir import F32, I8, I32, Function, Value, vec
@@ -98,42 +98,15 @@ def attend(
     count = threads(tokens * heads * longest * dim)
     spec = Attend(cache_of(q, cache), heads // kv_heads, softcap is not None, several)
     tensors = q, cache.k, cache.v, cache.k_scale, cache.v_scale, part.tables
-    attend_kernel(spec)(
-        (
-            0,
-            *map(pointer, tensors),
-            part.tables.stride(0),
-            part.contexts.data_ptr(),
-            starts,
-            ends,
-            sums,
-            outs,
-            sequences,
-            kv_heads,
-            block,
-            parts,
-            bits_of(scale),
-            NO_WINDOW if window is None else window,
-            bits_of(softcap or 0.0),
-        ),
-        count,
-    )
+    texts = part.tables.stride(0), part.contexts.data_ptr(), starts, ends
+    sizes = sequences, kv_heads, block, parts
+    how = bits_of(scale), NO_WINDOW if window is None else window, bits_of(softcap or 0.0)
+    attend_kernel(spec)((0, *map(build.pointer, tensors), *texts, sums, outs, *sizes, *how), count)
     sinks = None if sinks is None else sinks.float()
     last = starts + 4 * sequences
+    places = sums, outs, build.pointer(sinks), ends, out.data_ptr(), starts, last
     combine_kernel(level(), DTYPES[q.dtype], dim, sinks is not None, several)(
-        (
-            0,
-            sums,
-            outs,
-            pointer(sinks),
-            ends,
-            out.data_ptr(),
-            starts,
-            last,
-            tokens * heads,
-            heads,
-            parts,
-        )
+        (0, *places, tokens * heads, heads, parts)
     )
     return out
 
@@ -160,7 +133,7 @@ class Attend:
 @cache
 def attend_kernel(spec: Attend) -> build.Kernel:
     f = _Attend(spec).function
-    return build.kernel(f, spec.cache.isa)
+    return build.kernel(f)
 
 
 class _Attend:
@@ -169,7 +142,7 @@ class _Attend:
     def __init__(self, spec: Attend):
         self.spec, self.cache, self.group = spec, spec.cache, spec.group
         cache, queries = spec.cache, spec.group * spec.tokens
-        self.function = f = Function("attend", ATTEND)
+        self.function = f = Function("attend", ATTEND, spec.cache.isa)
         self.dim, self.lanes = cache.dim, cache.isa.floats
         self.q, self.out = (f.allocate(F32, queries * cache.dim) for _ in range(2))
         self.scores = f.allocate(F32, queries * PART)
@@ -180,11 +153,11 @@ class _Attend:
         there = f.variable(f.integer(0))  # sequences up to the last one that has tokens
         with f.loop(0, f.number("sequences")) as b:
             context = f.listed("contexts", b)
-            longest.set(larger(f, longest.get(), context))
-            there.set(f.select(f.compare("sgt", context, 0), b + 1, there.get()))
+            longest.set(larger(longest.get(), context))
+            there.set((context > 0).select(b + 1, there.get()))
             if spec.several:
                 own = f.listed("starts", b + 1) - f.listed("starts", b)
-                most.set(larger(f, most.get(), own))
+                most.set(larger(most.get(), own))
         used = (longest.get() + (PART - 1)) // PART
         tiles = (most.get() + (spec.tokens - 1)) // spec.tokens
         total = there.get() * tiles * self.kv_heads * used
@@ -200,20 +173,20 @@ class _Attend:
                 # Of a token in row r the context ends at r + self.past.
                 self.past = context - stop + 1
                 self.row = self.row + tile * spec.tokens
-                stop = f.smaller(self.row + spec.tokens, stop)
+                stop = (self.row + spec.tokens).smaller(stop)
                 context = stop - 1 + self.past
             else:
                 self.past = context - b
             self.start = part * PART
-            with f.when(f.compare("slt", self.row, stop)):
-                self._tile(stop - self.row, f.smaller(self.start + PART, context), part, parts)
+            with f.when(self.row < stop):
+                self._tile(stop - self.row, (self.start + PART).smaller(context), part, parts)
 
     def _tile(self, tokens: Value, stop: Value, part: Value, parts: Value) -> None:
         """Attend with some tokens of a sequence."""
         f, spec = self.function, self.spec
         self.stop, self.step, group = stop, parts, f.integer(self.group)
         # Whole vectors before the first one's window are left out.
-        skipped = larger(f, self._seen(self.row) - self.start, 0)
+        skipped = larger(self._seen(self.row) - self.start, 0)
         self.first = self.start + skipped // self.lanes * self.lanes
         first = self.row * self.heads + self.head * self.group  # of the tile's query heads
         self.sums = f.at(f.pointer("sums"), (first * parts + part) * 8)
@@ -221,12 +194,12 @@ class _Attend:
         queries = tokens * group if spec.several else group
         if spec.several:  # for `combine`
             with f.loop(self.row, self.row + tokens) as r:
-                f.store(f.cast("trunc", r + self.past, I32), f.pointer("ends"), r << 2)
-        with f.when(f.compare("sge", self.first, self.stop)), f.loop(0, queries) as g:
+                f.store((r + self.past).cast("trunc", I32), f.pointer("ends"), r << 2)
+        with f.when(self.first >= self.stop), f.loop(0, queries) as g:
             at = self._place(g) * parts * 8
             f.store(f.constant(LEAST, F32), self.sums, at)
             f.store(f.constant(0, F32), self.sums, at + 4)
-        with f.when(f.compare("slt", self.first, self.stop)):
+        with f.when(self.first < self.stop):
             self._queries(queries, first)
             with f.loop(self.first, self.stop, self.lanes) as t:
                 self._fetch("k", t)
@@ -243,7 +216,7 @@ class _Attend:
     def _seen(self, row: Value) -> Value:
         """The first token of a context that the token in a row sees."""
         some = row + self.past - self.function.number("window")
-        return larger(self.function, some, self.function.integer(0))
+        return larger(some, self.function.integer(0))
 
     def _place(self, g: Value) -> Value:
         """Query heads between the tile's first one and its one g."""
@@ -255,11 +228,11 @@ class _Attend:
         """Queries times the scale, and static scales of K's channels; outputs of zero."""
         f, size = self.function, BYTES[self.cache.dtype]
         q = f.at(f.pointer("q"), first * (self.dim * size))
-        scale = f.splat(f.load(F32, f.address("scale")), self.lanes)
+        scale = f.load(F32, f.address("scale")).splat(self.lanes)
         with f.loop(0, queries) as g:
             own = self._place(g) * (self.dim * size)
             for i in range(0, self.dim, self.lanes):
-                x = read(f, self.cache.dtype, q, own + i * size, self.lanes)
+                x = read(self.cache.dtype, q, own + i * size, self.lanes)
                 if self.cache.k == "static":
                     x = x * self._channels("k", i)
                 f.store(x * scale, self.q, g * (4 * self.dim) + 4 * i)
@@ -275,9 +248,9 @@ class _Attend:
         f, cache = self.function, self.cache
         block = f.number("block")
         with f.loop(0, self.lanes) as i:
-            token = f.smaller(t + i, self.stop - 1)
+            token = (t + i).smaller(self.stop - 1)
             page = f.load(I32, self.table, token // block << 2)
-            page = f.cast("sext", page, ir.I64) * self.kv_heads + self.head
+            page = page.cast("sext", ir.I64) * self.kv_heads + self.head
             place = page * block + token % block
             row, to = f.at(f.pointer(which), place * cache.row_bytes(which)), i * (4 * self.dim)
             if cache.kind(which) == "int4":
@@ -289,10 +262,10 @@ class _Attend:
         """A token's head into the tile."""
         f, stored = self.function, self.cache.stored(which)
         for j in range(0, self.dim, self.lanes):
-            x = read(f, stored, row, j * BYTES[stored], self.lanes)
+            x = read(stored, row, j * BYTES[stored], self.lanes)
             if self.cache.kind(which) == "dynamic":
                 scale = f.load(F32, f.pointer(f"{which}_scale"), place << 2)
-                x = x * f.splat(scale, self.lanes)
+                x = x * scale.splat(self.lanes)
             f.store(x, self.tile, to + 4 * j)
 
     def _unpack(self, which: str, row: Value, page: Value, offset: Value, to: Value) -> None:
@@ -303,16 +276,16 @@ class _Attend:
         for g in range(2 * cache.groups):
             at = (page * 2 * cache.groups + g) * block + offset << 2
             pair = (f.load("half", f.pointer(f"{which}_scale"), at + 2 * n) for n in range(2))
-            grid.append([f.splat(f.cast("fpext", x, F32), lanes) for x in pair])
+            grid.append([x.cast("fpext", F32).splat(lanes) for x in pair])
         for j in range(0, half, lanes):
-            pairs = f.cast("zext", f.load(vec(lanes, I8), row, j), vec(lanes, I32))
+            pairs = f.load(vec(lanes, I8), row, j).cast("zext", vec(lanes, I32))
             group = j // cache.group
             for codes, place, (scale, low) in (
                 (pairs & 15, j, grid[group]),
                 (pairs >> 4, half + j, grid[cache.groups + group]),
             ):
-                x = f.cast("sitofp", codes, vec(lanes, F32))
-                f.store(f.fma(x, scale, low), self.tile, to + 4 * place)
+                x = codes.cast("sitofp", vec(lanes, F32))
+                f.store(x.fma(scale, low), self.tile, to + 4 * place)
 
     def _score(self, t: Value, g: Value) -> None:
         """Scores of the tile's tokens."""
@@ -323,18 +296,18 @@ class _Attend:
             q = f.load(kind, self.q, g * (4 * self.dim) + 4 * j)
             for i in range(lanes):
                 k = f.load(kind, self.tile, 4 * (i * self.dim + j))
-                sums[i] = f.fma(q, k, sums[i])
-        score = add_up(f, sums)
+                sums[i] = q.fma(k, sums[i])
+        score = add_up(sums)
         if self.spec.capped:
-            cap = f.splat(f.load(F32, f.address("cap")), lanes)
-            double = exp(f, (score + score) // cap)
+            cap = f.load(F32, f.address("cap")).splat(lanes)
+            double = exp((score + score) // cap)
             score = cap * (1 - 2 // (double + 1))
-        tokens = f.splat(t, lanes) + _counting(f, lanes)
+        tokens = t.splat(lanes) + _counting(f, lanes)
         row = self.row + g // self.group if self.spec.several else self.row
-        outside = [f.splat(bound, lanes) for bound in (self._seen(row), row + self.past)]
+        outside = [bound.splat(lanes) for bound in (self._seen(row), row + self.past)]
         least = f.constant(float("-inf"), score.kind)
-        score = f.select(f.compare("slt", tokens, outside[0]), least, score)
-        score = f.select(f.compare("sge", tokens, outside[1]), least, score)
+        score = (tokens < outside[0]).select(least, score)
+        score = (tokens >= outside[1]).select(least, score)
         f.store(score, self.scores, g * (4 * PART) + ((t - self.start) << 2))
 
     def _weigh(self, g: Value) -> None:
@@ -348,16 +321,16 @@ class _Attend:
         most = f.variable(f.constant(LEAST, kind))
         first, stop = self.first - self.start, self.stop - self.start
         with f.loop(first, stop, lanes) as t:
-            most.set(maximum(f, most.get(), f.load(kind, scores, t << 2)))
-        top = largest(f, most.get())
+            most.set(maximum(most.get(), f.load(kind, scores, t << 2)))
+        top = largest(most.get())
         total = f.variable(f.constant(0, kind))
         with f.loop(first, stop, lanes) as t:
-            weight = exp(f, f.load(kind, scores, t << 2) - f.splat(top, lanes))
+            weight = exp(f.load(kind, scores, t << 2) - top.splat(lanes))
             f.store(weight, scores, t << 2)
             total.set(total.get() + weight)
         at = self._place(g) * self.step * 8
         f.store(top, self.sums, at)
-        f.store(f.sum(total.get()), self.sums, at + 4)
+        f.store(total.get().sum(), self.sums, at + 4)
 
     def _add(self, t: Value, g: Value) -> None:
         """Add the tile's values times their weights."""
@@ -367,10 +340,10 @@ class _Attend:
         totals = [f.load(kind, self.out, at + 4 * j) for j in places]
         weights = f.at(self.scores, g * (4 * PART) + ((t - self.start) << 2))
         for i in range(self.lanes):
-            weight = f.splat(f.load(F32, weights, 4 * i), self.lanes)
+            weight = f.load(F32, weights, 4 * i).splat(self.lanes)
             for n, j in enumerate(places):
                 v = f.load(kind, self.tile, 4 * (i * self.dim + j))
-                totals[n] = f.fma(weight, v, totals[n])
+                totals[n] = weight.fma(v, totals[n])
         for total, j in zip(totals, places, strict=True):
             f.store(total, self.out, at + 4 * j)
 
@@ -384,21 +357,21 @@ class _Attend:
                 f.store(x, outs, self._place(g) * self.step * (4 * self.dim) + 4 * j)
 
 
-def larger(f: Function, a: Value, b: Value | int) -> Value:
+def larger(a: Value, b: Value | int) -> Value:
     """The larger of two integers."""
-    return f.select(f.compare("sgt", a, b), a, b)
+    return (a > b).select(a, b)
 
 
-def add_up(f: Function, rows: list[Value]) -> Value:
+def add_up(rows: list[Value]) -> Value:
     """The sum of each row, in the lanes of one vector; as many rows as that has lanes."""
     width = 1
     while len(rows) > 1:
-        rows = [_pairs(f, a, b, width) for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        rows = [_pairs(a, b, width) for a, b in zip(rows[::2], rows[1::2], strict=True)]
         width *= 2
     return rows[0]
 
 
-def _pairs(f: Function, a: Value, b: Value, width: int) -> Value:
+def _pairs(a: Value, b: Value, width: int) -> Value:
     """Runs of `width` lanes of a and b in turn, each added to the run beside it."""
     count = ir.lanes(a.kind)
     left = [
@@ -407,7 +380,7 @@ def _pairs(f: Function, a: Value, b: Value, width: int) -> Value:
         for side in (0, count)
         for i in range(width)
     ]
-    return f.shuffle(a, b, left) + f.shuffle(a, b, [i + width for i in left])
+    return a.shuffle(b, left) + a.shuffle(b, [i + width for i in left])
 
 
 def _counting(f: Function, count: int) -> Value:
@@ -418,14 +391,13 @@ def _counting(f: Function, count: int) -> Value:
 @cache
 def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -> build.Kernel:
     """Adds up the parts of a context; several: of tokens from `first` on and before `last`."""
-    f = Function("combine", COMBINE)
+    f = Function("combine", COMBINE, isa)
     parts, heads, size = f.number("parts"), f.number("heads"), BYTES[dtype]
     lanes = isa.floats
     begin = stop = f.integer(0)
     if several:
         begin, stop = (
-            f.cast("sext", f.load(I32, f.pointer(name)), ir.I64) * heads
-            for name in ("first", "last")
+            f.load(I32, f.pointer(name)).cast("sext", ir.I64) * heads for name in ("first", "last")
         )
     count = f.number("rows") - begin
     with f.chunks(1, count) as (unit, _):
@@ -433,30 +405,30 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
         sums = f.at(f.pointer("sums"), row * parts * 8)
         outs = f.at(f.pointer("outs"), row * parts * (4 * dim))
         end = f.load(I32, f.pointer("ends"), row // heads << 2)
-        used = (f.cast("sext", end, ir.I64) + (PART - 1)) // PART
+        used = (end.cast("sext", ir.I64) + (PART - 1)) // PART
         if several:
-            used = f.select(f.compare("slt", row, stop), used, 0)
+            used = (row < stop).select(used, 0)
         most = f.variable(f.constant(LEAST, F32))
         if sinks:
             sink = f.load(F32, f.pointer("sinks"), row % heads << 2)
-            most.set(maximum(f, most.get(), sink))
+            most.set(maximum(most.get(), sink))
         with f.loop(0, used) as p:
-            most.set(maximum(f, most.get(), f.load(F32, sums, p << 3)))
-        total = f.variable(exp(f, sink - most.get()) if sinks else f.constant(0, F32))
+            most.set(maximum(most.get(), f.load(F32, sums, p << 3)))
+        total = f.variable(exp(sink - most.get()) if sinks else f.constant(0, F32))
         kind = vec(lanes, F32)
         channels = [f.variable(f.constant(0, kind)) for _ in range(dim // lanes)]
         with f.loop(0, used) as p:
             some = f.load(F32, sums, (p << 3) + 4)
-            with f.when(f.compare("une", some, 0)):  # NaN is not left out
-                weight = exp(f, f.load(F32, sums, p << 3) - most.get())
-                total.set(f.fma(some, weight, total.get()))
+            with f.when(some.compare("une", 0)):  # NaN is not left out
+                weight = exp(f.load(F32, sums, p << 3) - most.get())
+                total.set(some.fma(weight, total.get()))
                 for i, channel in enumerate(channels):
                     x = f.load(kind, outs, p * (4 * dim) + 4 * lanes * i)
-                    channel.set(f.fma(x, f.splat(weight, lanes), channel.get()))
+                    channel.set(x.fma(weight.splat(lanes), channel.get()))
         some = total.get()
-        nothing = f.compare("oeq", some, 0)
-        factor = f.splat(1 // f.select(nothing, f.constant(1, F32), some), lanes)
+        nothing = some.compare("oeq", 0)
+        factor = (1 // nothing.select(f.constant(1, F32), some)).splat(lanes)
         for i, channel in enumerate(channels):
-            y = rounded(f, isa, channel.get() * factor, dtype)
+            y = rounded(channel.get() * factor, dtype)
             f.store(y, f.pointer("out"), row * (dim * size) + size * lanes * i)
-    return build.kernel(f, isa)
+    return build.kernel(f)

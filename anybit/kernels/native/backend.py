@@ -374,11 +374,9 @@ def _multiply(
     y: Tensor,
 ) -> None:
     """y = x W^T + bias, of few or many activations."""
-    operand = product.operand
-    _, w, scales, offsets, row, tables = prepared.layout
+    operand, (_, w, scales, offsets, row, tables) = product.operand, prepared.layout
     (m, k), n = x.shape, prepared.shape[0]
-    banded = operand.banded
-    blocks, tail = divmod(laid(k), RUN if banded else BLOCK)
+    blocks, tail = divmod(laid(k), RUN if operand.banded else BLOCK)
     threads = torch.get_num_threads() if m * n * k > SERIAL else 1
     if operand.kind in FIXED:
         x, scale = activations.fixed(x, operand.isa)
@@ -396,8 +394,8 @@ def _multiply(
         "row": row.data_ptr(),
         "bias": bias.data_ptr(),
         "x": xs.data_ptr(),
-        "xsum": 0 if xsum is None else xsum.data_ptr(),
-        "xscale": 0 if scale is None else scale.data_ptr(),
+        "xsum": build.pointer(xsum),
+        "xscale": build.pointer(scale),
         "y": y.data_ptr(),
         "n": n,
         "blocks": blocks,
@@ -405,25 +403,29 @@ def _multiply(
         "shift": product.shift,
     }
     names: tuple[str, ...] = gemv.NAMES
-    if not product.decoder:
-        many = -(-n // BAND) if banded else n
-        values["chunk"] = max(1 if banded else 4, min(256, many // (8 * threads)))
+    if product.decoder:
+        names, blocks = gemm.NAMES, blocks + (tail > 0)
+        values |= {"blocks": blocks, "vectors": laid(k) // operand.codes * operand.vectors}
+        values |= _strips(product, m, n, blocks, threads)
     else:
-        names = gemm.NAMES
-        blocks += tail > 0
-        most, strip = gemm.PART, gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
-        if banded:
-            most, strip = gemm.BAND_PART // RUN, product.bands * BAND
-        parts = -(-blocks * operand.itemsize // most)
-        part = -(-blocks // parts)
-        room = gemm.room(operand, strip, part, m)
-        values |= {
-            "blocks": blocks,
-            "vectors": laid(k) // operand.codes * operand.vectors,
-            "strip": strip,
-            "part": part,
-            "decode": product.decoder,
-            "scratch": build.workspace(room * threads).data_ptr(),
-            "room": room,
-        }
+        many = -(-n // BAND) if operand.banded else n
+        values["chunk"] = max(1 if operand.banded else 4, min(256, many // (8 * threads)))
     product.kernel([values.get(name, 0) for name in names], threads)
+
+
+def _strips(product: Product, m: int, n: int, blocks: int, threads: int) -> dict[str, int]:
+    """Into which strips and parts `gemm` cuts a weight of n rows and so many blocks."""
+    operand = product.operand
+    most, strip = gemm.PART, gemm.STRIP if n >= 3 * threads * gemm.STRIP else gemm.STRIP // 4
+    if operand.banded:
+        most, strip = gemm.BAND_PART // RUN, product.bands * BAND
+    part = -(-blocks // -(-blocks * operand.itemsize // most))
+    room = gemm.room(operand, strip, part, m)
+    scratch = build.workspace(room * threads).data_ptr()
+    return {
+        "strip": strip,
+        "part": part,
+        "decode": product.decoder,
+        "scratch": scratch,
+        "room": room,
+    }

@@ -43,6 +43,11 @@ class Kernel:
             parallel()(self.address, ctypes.addressof(block), threads, 0)
 
 
+def pointer(t: Tensor | None) -> int:
+    """Where a tensor lies, as kernels take it; 0: there is none."""
+    return 0 if t is None else t.data_ptr()
+
+
 _local = threading.local()  # of a thread: a list of calls that is recorded, and a workspace
 
 
@@ -138,8 +143,8 @@ def compile_text(text: str, isa: Isa) -> bytes:
     return bytes(machine.emit_object(module))
 
 
-def kernel(function: Function, isa: Isa) -> Kernel:
-    return load(function.text(), function.name, isa)
+def kernel(function: Function) -> Kernel:
+    return load(function.text(), function.name, function.isa)
 
 
 def load(text: str, name: str, isa: Isa) -> Kernel:

@@ -30,6 +30,7 @@ from anybit.kernels.native.floats import (
 from anybit.kernels.native.fused import FLOATS, bits_of, level, threads
 from anybit.kernels.native.ir import F32, I8, Function, Value, vec
 from anybit.kernels.native.isa import Isa
+from anybit.kernels.native.rotation import butterfly, transformed
 
 WRITE = (
     "next",
@@ -113,10 +114,6 @@ def cache_of(q: Tensor, cache: LayerCache) -> Cache:
     return Cache(level(), DTYPES[q.dtype], k, v, cache.head_dim, cache.groups)
 
 
-def pointer(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
-
-
 def write(
     qkv: Tensor | Unturned,
     cache: LayerCache,
@@ -143,7 +140,7 @@ def write(
             0,
             qkv.data_ptr(),
             qkv.stride(0) * qkv.itemsize,
-            *map(pointer, tensors),
+            *map(build.pointer, tensors),
             len(qkv),
             heads,
             kv_heads,
@@ -159,7 +156,7 @@ def write(
 def write_kernel(cache: Cache, weight: str | None) -> build.Kernel:
     """weight: type of the heads' norms; None: there are none."""
     f = _Write(cache, weight).function
-    return build.kernel(f, cache.isa)
+    return build.kernel(f)
 
 
 class _Write:
@@ -167,7 +164,7 @@ class _Write:
 
     def __init__(self, cache: Cache, weight: str | None):
         self.cache = cache
-        self.function = f = Function("write", WRITE)
+        self.function = f = Function("write", WRITE, cache.isa)
         dim, lanes, size = cache.dim, cache.lanes, BYTES[cache.dtype]
         self.vectors = range(0, dim, lanes)
         heads, kv_heads = f.number("heads"), f.number("kv_heads")
@@ -181,12 +178,12 @@ class _Write:
             t, head = unit // all_heads, unit % all_heads
             x = f.at(f.pointer("qkv"), t * f.number("stride") + head * (dim * size))
             for i in self.vectors:
-                f.store(read(f, cache.dtype, x, i * size, lanes), self.row, 4 * i)
-            is_q = f.compare("slt", head, heads)
-            with f.when(f.compare("slt", head, heads + kv_heads)):
+                f.store(read(cache.dtype, x, i * size, lanes), self.row, 4 * i)
+            is_q = head < heads
+            with f.when(head < heads + kv_heads):
                 if weight is not None:
                     places = f.pointer("q_weight"), f.pointer("k_weight")
-                    self._norm(f.select(is_q, *places), weight)
+                    self._norm(is_q.select(*places), weight)
                 position = f.listed("positions", t)
                 self._rotate(position * (dim * 2))
                 if cache.k == "int4":
@@ -194,16 +191,16 @@ class _Write:
             with f.when(is_q):
                 to = f.at(f.pointer("q"), (t * heads + head) * (dim * size))
                 for i in self.vectors:
-                    f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * size)
+                    f.store(rounded(self._at(i), cache.dtype), to, i * size)
             slot = f.listed("slots", t)
-            with f.when(f.compare("sge", slot, 0)):
+            with f.when(slot >= 0):
                 block = f.number("block")
                 for which, first in (("k", heads), ("v", heads + kv_heads)):
                     mine = head - first
                     page = slot // block * kv_heads + mine
                     with (
-                        f.when(f.compare("sge", mine, 0)),
-                        f.when(f.compare("slt", mine, kv_heads)),
+                        f.when(mine >= 0),
+                        f.when(mine < kv_heads),
                     ):
                         if cache.kind(which) == "int4":
                             self._pack(which, page, block, slot % block)
@@ -218,13 +215,13 @@ class _Write:
         f, cache = self.function, self.cache
         squares = f.constant(0, vec(cache.lanes, F32))
         for i in self.vectors:
-            squares = f.fma(self._at(i), self._at(i), squares)
-        mean = f.sum(squares) * (1 / cache.dim)
-        inverse = 1 // root(f, mean + f.load(F32, f.address("eps")))
+            squares = self._at(i).fma(self._at(i), squares)
+        mean = squares.sum() * (1 / cache.dim)
+        inverse = 1 // root(mean + f.load(F32, f.address("eps")))
         for i in self.vectors:
-            x = through(f, cache.isa, self._at(i) * f.splat(inverse, cache.lanes), weight)
-            x = x * read(f, weight, weights, i * BYTES[weight], cache.lanes)
-            x = through(f, cache.isa, through(f, cache.isa, x, weight), cache.dtype)
+            x = through(self._at(i) * inverse.splat(cache.lanes), weight)
+            x = x * read(weight, weights, i * BYTES[weight], cache.lanes)
+            x = through(through(x, weight), cache.dtype)
             f.store(x, self.row, 4 * i)
 
     def _rotate(self, place: Value) -> None:
@@ -235,21 +232,13 @@ class _Write:
             cos, sin = (f.load(kind, f.pointer(n), place + 4 * i) for n in ("cos", "sin"))
             a, b = self._at(i), self._at(half + i)
             for at, x in ((i, a * cos - b * sin), (half + i, b * cos + a * sin)):
-                f.store(through(f, cache.isa, x, cache.dtype), self.row, 4 * at)
+                f.store(through(x, cache.dtype), self.row, 4 * at)
 
     def _spread(self) -> None:
         """Rotate the head by a Hadamard matrix."""
         f, lanes, half = self.function, self.cache.lanes, self.cache.dim // 2
-        run, stride = half & -half, 1
-        x = [self._at(i) for i in self.vectors]
-        while stride < run:
-            if stride < lanes:
-                signs = Value(f, alternating(f, stride, lanes), vec(lanes, F32))
-                partners = [i ^ stride for i in range(lanes)]
-                x = [f.fma(v, signs, f.shuffle(v, v, partners)) for v in x]
-            else:
-                x = butterfly(x, stride // lanes)
-            stride *= 2
+        run = half & -half
+        x = transformed([self._at(i) for i in self.vectors], lanes, run)
         for at, value in zip(self.vectors, butterfly(x, half // lanes), strict=True):
             f.store(value * (2 * run) ** -0.5, self.row, 4 * at)
 
@@ -267,10 +256,10 @@ class _Write:
             )
             for i in starts:
                 a, b = (
-                    whole(f, (self._at(i + first) - low) // scale, 0, MOST)
+                    whole((self._at(i + first) - low) // scale, 0, MOST)
                     for first, (scale, low) in ((0, low), (half, high))
                 )
-                f.store(f.cast("trunc", a | (b << 4), vec(cache.lanes, I8)), to, i)
+                f.store((a | (b << 4)).cast("trunc", vec(cache.lanes, I8)), to, i)
 
     def _grid(self, which: str, row: Value, first: int, starts: range) -> list[Value]:
         """Scale and low of channels from `first` on, as vectors, which are put into their row."""
@@ -279,17 +268,17 @@ class _Write:
             self._largest([self._at(first + i) * sign for i in starts]) for sign in (-1, 1)
         )
         scale = (least + most) // MOST
-        scale = maximum(f, scale, f.constant(LEAST_SCALE, F32))
-        numbers = [f.cast("fptrunc", x, "half") for x in (scale, least * -1)]
+        scale = maximum(scale, f.constant(LEAST_SCALE, F32))
+        numbers = [x.cast("fptrunc", "half") for x in (scale, least * -1)]
         for i, number in enumerate(numbers):
             f.store(number, f.pointer(f"{which}_scale"), (row << 2) + 2 * i)
-        return [f.splat(f.cast("fpext", x, F32), cache.lanes) for x in numbers]
+        return [x.cast("fpext", F32).splat(cache.lanes) for x in numbers]
 
     def _largest(self, vectors: list[Value]) -> Value:
-        f, most = self.function, vectors[0]
+        most = vectors[0]
         for v in vectors[1:]:
-            most = maximum(f, most, v)
-        return largest(f, most)
+            most = maximum(most, v)
+        return largest(most)
 
     def _store(self, which: str, head: Value, place: Value) -> None:
         """Put K or V of a head at `place`, counted in rows of the cache."""
@@ -298,33 +287,21 @@ class _Write:
         to = f.at(f.pointer(which), place * cache.row_bytes(which))
         if kind == "model":
             for i in self.vectors:
-                f.store(rounded(f, cache.isa, self._at(i), cache.dtype), to, i * BYTES[cache.dtype])
+                f.store(rounded(self._at(i), cache.dtype), to, i * BYTES[cache.dtype])
             return
         scales = f.pointer(f"{which}_scale")
         single = vec(lanes, F32)
         if kind == "dynamic":
             most = f.constant(0, single)
             for i in self.vectors:
-                most = maximum(f, most, magnitude(f, self._at(i)))
-            scale = largest(f, most) // LARGEST
-            scale = maximum(f, scale, f.constant(1e-10, F32))
+                most = maximum(most, magnitude(self._at(i)))
+            scale = largest(most) // LARGEST
+            scale = maximum(scale, f.constant(1e-10, F32))
             f.store(scale, scales, place << 2)
         for i in self.vectors:
             if kind == "dynamic":
-                divisor = f.splat(scale, lanes)
+                divisor = scale.splat(lanes)
             else:
                 divisor = f.load(single, scales, head * (4 * dim) + 4 * i)
-            number = int8(f, self._at(i) // divisor)
+            number = int8(self._at(i) // divisor)
             f.store(number, to, i)
-
-
-def butterfly(x: list[Value], stride: int) -> list[Value]:
-    """Sums of vectors that lie `stride` apart, and their differences."""
-    upper = [i // stride % 2 for i in range(len(x))]
-    return [x[i - stride] - v if upper[i] else v + x[i + stride] for i, v in enumerate(x)]
-
-
-def alternating(f: Function, run: int, lanes: int) -> str:
-    """1 in `run` lanes, -1 in the next, and so on."""
-    numbers = (f.constant(-1 if i & run else 1, F32).text for i in range(lanes))
-    return f"<{', '.join(f'float {number}' for number in numbers)}>"

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from anybit.core.planes import segments
 from anybit.kernels.native import instructions, ir
-from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
-from anybit.kernels.native.isa import Isa
+from anybit.kernels.native.ir import F32, I8, I16, I32, Value, vec
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
 
 
@@ -44,10 +43,10 @@ class InRows:
     def block_bytes(self, count: int = BLOCK) -> int:
         raise NotImplementedError
 
-    def table(self, f: Function, operand: Operand, memory: Value) -> "Table":
-        return Table(f, self, operand, memory)
+    def table(self, operand: Operand, memory: Value) -> "Table":
+        return Table(self, operand, memory)
 
-    def row(self, f: Function, table: Any, row: Value, blocks: Value, tail: int) -> Value:
+    def row(self, table: Any, row: Value, blocks: Value, tail: int) -> Value:
         """Bytes before the first block of a row. blocks: whole ones. tail: as in `gemv.Few`."""
         return row * (blocks * self.block_bytes() + self.block_bytes(tail))
 
@@ -101,8 +100,6 @@ class Codes(InRows):
 
     def _index(
         self,
-        f: Function,
-        isa: Isa,
         block: Value,
         count: int,
         run: int,
@@ -114,8 +111,6 @@ class Codes(InRows):
         """Indices in the lanes of a vector.
 
         Args:
-            f: what is compiled.
-            isa: what the processor can do.
             block: the address of the block.
             count: codes in it.
             run: which 32 codes.
@@ -124,17 +119,17 @@ class Codes(InRows):
             shift: 16 for the codes in the upper halves of 32-bit lanes.
             true: whether indices are the codes; else bits above them are left as they are.
         """
-        total, at = None, 0
-        word = ir.scalar(kind)
+        f, total, at = block.function, None, 0
         # x86 shifts no bytes.
-        lanes16 = vec(ir.lanes(kind) // 2, I16) if word == I8 and not isa.arm else kind
+        bytes_ = ir.scalar(kind) == I8 and not f.isa.arm
+        lanes16 = vec(ir.lanes(kind) // 2, I16) if bytes_ else kind
         for width, start, low in self.planes(count):
             per = 16 // width
             bit = place(run, width) + shift
             part = f.load(lanes16, block, start + 64 * (run // per) + skip)
             up = (low if true else at) - bit
             part = part << up if up > 0 else part >> -up
-            part = f.bits(part, kind)
+            part = part.bits(kind)
             at += width
             if true or at < self.bits:
                 part = part & (((1 << width) - 1) << (low if true else at - width))
@@ -144,26 +139,18 @@ class Codes(InRows):
         assert total is not None
         return total
 
-    def unit(
-        self,
-        f: Function,
-        operand: Operand,
-        block: Value,
-        unit: int,
-        table: "Table",
-        count: int = BLOCK,
-    ) -> list[Value]:
+    def unit(self, block: Value, unit: int, table: "Table", count: int = BLOCK) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order. count: codes of the block."""
-        isa = operand.isa
-        bits, indices = isa.bits, partial(self._index, f, isa, block, count)
+        operand = table.operand
+        bits, indices = operand.isa.bits, partial(self._index, block, count)
         if table.way == "bytes":
             index = partial(indices, unit // 2 * 2, shift=0, true=True)
-            return table.pair(f, (block.text, unit // 2), index)[unit % 2]
+            return table.pair((block.text, unit // 2), index)[unit % 2]
         out = []
         if table.way == "halves":
             for skip in range(0, 2 * RUN, bits // 8):
                 words = indices(unit, skip, vec(bits // 16, I16), 0, True)
-                out += self._halves(f, operand, words)
+                out += self._halves(operand, words)
             return out
         for j in range(operand.vectors):
             if operand.integer:
@@ -175,27 +162,26 @@ class Codes(InRows):
                 out.append(codes ^ 128 if operand.kind == "s8" and self.bits == 8 else codes)
             elif operand.kind == "bf16":
                 out.append(
-                    table.bf16(f, partial(indices, unit, j * bits // 8, vec(bits // 16, I16), 0))
+                    table.bf16(partial(indices, unit, j * bits // 8, vec(bits // 16, I16), 0))
                 )
             else:
                 skip, odd = j // 2 * bits // 8, 16 * (j % 2)
-                out.append(table.fp32(f, partial(indices, unit, skip, vec(bits // 32, I32), odd)))
+                out.append(table.fp32(partial(indices, unit, skip, vec(bits // 32, I32), odd)))
         return out
 
-    def _halves(self, f: Function, operand: Operand, code: Value) -> list[Value]:
+    def _halves(self, operand: Operand, code: Value) -> list[Value]:
         """bf16 of a vector of words; or fp32 of its even and of its odd codes."""
         assert self.half is not None
-        up = f.bits(code << (16 - self.bits), code.kind)
-        down = f.constant(16 - self.bits - self.half, code.kind)
-        words = f.emit(f"ashr {code.kind} {up.text}, {down.text}", code.kind)
+        up = (code << (16 - self.bits)).bits(code.kind)
+        down = code.like(16 - self.bits - self.half)
+        words = code.function.emit(f"ashr {code.kind} {up.text}, {down.text}", code.kind)
         words = words & (((1 << (self.bits - 1)) - 1) << self.half | 1 << 15)
         lanes = ir.lanes(code.kind)
         if operand.kind == "bf16":
-            return [short(f, f.cast("fpext", f.bits(words, vec(lanes, "half")), vec(lanes, F32)))]
-        parts = (f.shuffle(words, words, range(odd, lanes, 2)) for odd in (0, 1))
+            return [short(words.bits(vec(lanes, "half")).cast("fpext", vec(lanes, F32)))]
+        parts = (words.pick(range(odd, lanes, 2)) for odd in (0, 1))
         return [
-            f.cast("fpext", f.bits(part, vec(lanes // 2, "half")), vec(lanes // 2, F32))
-            for part in parts
+            part.bits(vec(lanes // 2, "half")).cast("fpext", vec(lanes // 2, F32)) for part in parts
         ]
 
 
@@ -221,45 +207,29 @@ class Vectors(InRows):
         """Bytes of a block of so many weights."""
         return count // self.width * self.books * self.item
 
-    def unit(
-        self,
-        f: Function,
-        operand: Operand,
-        block: Value,
-        unit: int,
-        table: "Table",
-        count: int = BLOCK,
-    ) -> list[Value]:
+    def unit(self, block: Value, unit: int, table: "Table", count: int = BLOCK) -> list[Value]:
         """As `Codes.unit`."""
-        per = RUN // self.width
+        f, operand, per = block.function, table.operand, RUN // self.width
         parts = []
         for at in range(unit * per, (unit + 1) * per):
             total = None
             for book in range(self.books):
                 offset = (at * self.books + book) * self.item
-                code = f.cast("zext", f.load(I16 if self.item == 2 else I8, block, offset), ir.I64)
+                code = f.load(I16 if self.item == 2 else I8, block, offset).cast("zext", ir.I64)
                 place = code * (4 * self.width) + book * (4 * self.width << self.bits)
                 vector = f.load(vec(self.width, F32), table.memory, place)
                 total = vector if total is None else total + vector
             assert total is not None
             parts.append(total)
-        while len(parts) > 1:
-            count = ir.lanes(parts[0].kind)
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [f.shuffle(a, b, range(2 * count)) for a, b in pairs]
-        numbers = parts[0]
+        numbers = joined(parts)
         if operand.kind == "bf16":
-            numbers = f.cast("fptrunc", numbers, vec(RUN, ir.BF16))
+            numbers = numbers.cast("fptrunc", vec(RUN, ir.BF16))
             if operand.vectors == 1:
                 return [numbers]
-        order, lanes = operand.order(), RUN // operand.vectors
         if self.half:
-            half = f.cast("fptrunc", numbers, vec(RUN, "half"))
-            numbers = f.cast("fpext", half, numbers.kind)
-        return [
-            f.shuffle(numbers, numbers, order[i * lanes : (i + 1) * lanes])
-            for i in range(operand.vectors)
-        ]
+            half = numbers.cast("fptrunc", vec(RUN, "half"))
+            numbers = half.cast("fpext", numbers.kind)
+        return operand.ordered(numbers)
 
 
 class Table:
@@ -270,9 +240,9 @@ class Table:
     bits; "sum": a number is the code and the first; "": there are no numbers to be found.
     """
 
-    def __init__(self, f: Function, codes: InRows, operand: Operand, memory: Value):
+    def __init__(self, codes: InRows, operand: Operand, memory: Value):
         """memory: where the table lies, in the order of `Codes.permuted` for registers."""
-        self.operand, self.memory, self.codes = operand, memory, codes
+        self.operand, self.memory, self.codes, f = operand, memory, codes, memory.function
         self.scratch: Value | None = None
         self.bits = codes.bits
         self.first = None if not isinstance(codes, Codes) else codes.first
@@ -285,7 +255,7 @@ class Table:
             self.count = self.item_bytes(codes)
             size = self.count * self.kept_entries(codes, operand)
             some = [f.load(sixteen, memory, i) for i in range(0, size, 16)]
-            self.parts = [f.shuffle(part, part, wide) for part in some]
+            self.parts = [part.pick(wide) for part in some]
         elif self.way == "registers":
             kind = vec(operand.isa.bits // 16, I16) if operand.kind == "bf16" else operand.vector
             step = operand.isa.bits // 8
@@ -350,7 +320,7 @@ class Table:
         return (numbers if operand.kind == "bf16" else numbers.float()).view(torch.uint8)
 
     def pair(
-        self, f: Function, key: tuple[str, int], index: Callable[..., Value]
+        self, key: tuple[str, int], index: Callable[..., Value]
     ) -> tuple[list[Value], list[Value]]:
         """fp32 of two runs whose codes lie in the low and the high bytes of words.
 
@@ -362,93 +332,89 @@ class Table:
         kind, words, wide = vec(size, I8), vec(size // 2, I16), vec(size // 4, I32)
         out: tuple[list[Value], list[Value]] = [], []
         for skip in range(0, 2 * RUN, size):
-            parts = self._bytes(f, index(skip=skip, kind=kind))
+            parts = self._bytes(index(skip=skip, kind=kind))
             if self.operand.isa.arm:
-                for run, vectors in zip(out, self._crossed(f, parts), strict=True):
-                    run += [f.bits(vector, self.operand.vector) for vector in vectors]
+                for run, vectors in zip(out, self._crossed(parts), strict=True):
+                    run += [vector.bits(self.operand.vector) for vector in vectors]
                 continue
-            low, high = (f.bits(a, words) for a in parts)
+            low, high = (a.bits(words) for a in parts)
             both = (low & 255) | (high << 8), (low >> 8) | (high & 0xFF00)
             for run, some in zip(out, both, strict=True):
-                numbers = f.bits(some, wide)
+                numbers = some.bits(wide)
                 for half in (numbers << 16, numbers & -65536):
-                    run.append(f.bits(half, self.operand.vector))
+                    run.append(half.bits(self.operand.vector))
         self.pairs[key] = out
         return out
 
-    def _crossed(self, f: Function, parts: list[Value]) -> Iterator[Sequence[Value]]:
+    def _crossed(self, parts: list[Value]) -> Iterator[Sequence[Value]]:
         """Numbers of the codes in the low bytes of words, then of those in the high bytes.
 
         parts: the lowest bytes of the numbers, the next ones, and so on.
         """
-        words = [instructions.crossed(f, *parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        words = [instructions.crossed(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
         for run in (0, 1):
             if self.operand.kind == "bf16":
                 yield [words[0][run]]
             elif len(words) == 1:
-                numbers = f.bits(words[0][run], vec(self.operand.isa.floats, I32))
+                numbers = words[0][run].bits(vec(self.operand.isa.floats, I32))
                 yield numbers << 16, numbers & -65536
             else:
-                yield instructions.crossed(f, words[0][run], words[1][run])
+                yield instructions.crossed(words[0][run], words[1][run])
 
-    def _bytes(self, f: Function, code: Value) -> list[Value]:
+    def _bytes(self, code: Value) -> list[Value]:
         """The bytes of the numbers of codes, the lowest ones first."""
         count = len(self.parts) // self.count
         starts = range(0, len(self.parts), count)
-        isa = self.operand.isa
-        out = [
-            instructions.look_up(f, isa, self.parts[i : i + count], code, self.bits) for i in starts
-        ]
+        parts = (self.parts[i : i + count] for i in starts)
+        out = [instructions.look_up(part, code, self.bits) for part in parts]
         if count * 16 < 2**self.bits:
-            out[-1] = out[-1] ^ (instructions.highest(f, isa, code, self.bits - 1) & 128)
+            out[-1] = out[-1] ^ (instructions.highest(code, self.bits - 1) & 128)
         return out
 
-    def bf16(self, f: Function, index: Callable[[bool], Value]) -> Value:
+    def bf16(self, index: Callable[[bool], Value]) -> Value:
         """Numbers of a vector of codes."""
         if self.way == "sum":
             words, first = index(True), self.first or 0
             if self.operand.isa.arm:
                 kind = vec(ir.lanes(words.kind), F32)
-                return short(f, f.cast("sitofp", words + first, kind))
-            pair = f.bits(words, vec(16, I32))
-            even = f.cast("sitofp", (pair & 0xFFFF) + first, vec(16, F32))
-            odd = f.cast("sitofp", (pair >> 16) + first, vec(16, F32))
-            even, odd = f.bits(even, vec(16, I32)), f.bits(odd, vec(16, I32))
-            return f.bits((even >> 16) | (odd & -65536), self.operand.vector)
-        at = index(False)
-        found = self._look(f, at, instructions.look_up_words)
-        return f.bits(found, self.operand.vector)
+                return short((words + first).cast("sitofp", kind))
+            pair = words.bits(vec(16, I32))
+            even = ((pair & 0xFFFF) + first).cast("sitofp", vec(16, F32))
+            odd = ((pair >> 16) + first).cast("sitofp", vec(16, F32))
+            even, odd = even.bits(vec(16, I32)), odd.bits(vec(16, I32))
+            return ((even >> 16) | (odd & -65536)).bits(self.operand.vector)
+        return self._look(index(False), instructions.look_up_words).bits(self.operand.vector)
 
-    def fp32(self, f: Function, index: Callable[[bool], Value]) -> Value:
+    def fp32(self, index: Callable[[bool], Value]) -> Value:
         """Numbers of as many codes as a vector has lanes."""
         if self.way == "sum":
             assert self.first is not None
-            return f.cast("sitofp", index(True) + self.first, self.operand.vector)
+            return (index(True) + self.first).cast("sitofp", self.operand.vector)
         if self.way == "registers":
-            return self._look(f, index(False), instructions.look_up_floats)
-        return loaded(f, self.memory, index(True), F32)
+            return self._look(index(False), instructions.look_up_floats)
+        return loaded(self.memory, index(True), F32)
 
-    def _look(self, f: Function, at: Value, one: Callable[..., list[Value]]) -> Value:
+    def _look(self, at: Value, one: Callable[..., list[Value]]) -> Value:
         """Numbers at indices."""
-        return chosen(f, one(f, self.parts, at), at, self.bits)
+        return chosen(one(self.parts, at), at, self.bits)
 
 
-def chosen(f: Function, found: list[Value], at: Value, bits: int) -> Value:
+def chosen(found: list[Value], at: Value, bits: int) -> Value:
     """Numbers at indices of so many bits, whose highest no instruction saw: of each part, one."""
     bit = bits - (len(found).bit_length() - 1)
     while len(found) > 1:
-        high = f.compare("ne", at & (1 << bit), f.zero(at.kind))
-        found = [f.select(high, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+        high = (at & (1 << bit)).compare("ne", at.function.zero(at.kind))
+        found = [high.select(b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
         bit += 1
     return found[0]
 
 
-def loaded(f: Function, memory: Value, at: Value, kind: str) -> Value:
+def loaded(memory: Value, at: Value, kind: str) -> Value:
     """Numbers of 16 or 32 bits at indices, one after the other from memory."""
-    count, shift = ir.lanes(at.kind), 1 if kind == I16 else 2
+    f, count, shift = memory.function, ir.lanes(at.kind), 1 if kind == I16 else 2
     total = Value(f, "poison", vec(count, kind))
     for i in range(count):
-        place = f.cast("zext", f.lane(at, i), ir.I64) << shift
+        place = at.lane(i).cast("zext", ir.I64) << shift
         one = f.load(kind, memory, place, align=1 << shift)
         total = f.emit(
             f"insertelement {total.kind} {total.text}, {kind} {one.text}, i32 {i}", total.kind
@@ -456,8 +422,16 @@ def loaded(f: Function, memory: Value, at: Value, kind: str) -> Value:
     return total
 
 
-def short(f: Function, numbers: Value) -> Value:
+def joined(parts: list[Value]) -> Value:
+    """Vectors side by side in one, as many as a power of two."""
+    while len(parts) > 1:
+        both = range(2 * ir.lanes(parts[0].kind))
+        parts = [a.shuffle(b, both) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def short(numbers: Value) -> Value:
     """fp32 numbers that are ones of bf16, as such."""
     count = ir.lanes(numbers.kind)
-    words = f.bits(numbers, vec(2 * count, I16))
-    return f.bits(f.shuffle(words, words, range(1, 2 * count, 2)), vec(count, ir.BF16))
+    words = numbers.bits(vec(2 * count, I16))
+    return words.pick(range(1, 2 * count, 2)).bits(vec(count, ir.BF16))

@@ -66,18 +66,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     each = 1 if m <= TOGETHER else rows(level())
     spec = Dense(level(), DTYPES[x.dtype], min(m, TOGETHER), each, bias is not None)
     places = weight.data_ptr(), x.data_ptr(), x.stride(0) * x.itemsize
-    bias_at = 0 if bias is None else bias.data_ptr()
     count = threads(n * k)
     chunk = max(4, min(64, n // (4 * count)))
     chunk = -(-chunk // each) * each
-    kernel(spec)((0, *places, bias_at, y.data_ptr(), m, n, k, chunk), count)
+    kernel(spec)((0, *places, build.pointer(bias), y.data_ptr(), m, n, k, chunk), count)
     return y
 
 
 @cache
 def kernel(spec: Dense) -> build.Kernel:
     f = _Rows(spec).function
-    return build.kernel(f, spec.isa)
+    return build.kernel(f)
 
 
 class _Rows:
@@ -88,7 +87,7 @@ class _Rows:
 
     def __init__(self, spec: Dense):
         self.spec, self.size = spec, BYTES[spec.dtype]
-        self.function = f = Function("dense", NAMES)
+        self.function = f = Function("dense", NAMES, spec.isa)
         self.pairs = spec.dtype == BF16 and spec.isa.bf16
         self.lanes = spec.isa.floats * (2 if self.pairs else 1)
         self.m, self.n, self.k = (f.number(name) for name in "mnk")
@@ -96,9 +95,9 @@ class _Rows:
             f.chunks(f.number("chunk"), self.n) as (first, last),
             f.loop(first, last, spec.rows) as r,
         ):
-            r = f.smaller(r, self.n - spec.rows)
+            r = r.smaller(self.n - spec.rows)
             with f.loop(0, self.m, spec.tokens) as t:
-                self._times(r, f.smaller(t, self.m - spec.tokens))
+                self._times(r, t.smaller(self.m - spec.tokens))
 
     def _times(self, r: Value, t: Value) -> None:
         """Multiply rows from r on and tokens from t on."""
@@ -128,12 +127,12 @@ class _Rows:
             total = parts[0].get()
             for other in parts[1:]:
                 total = total + other.get()
-            y = f.sum(total) + rest[pair].get()
+            y = total.sum() + rest[pair].get()
             row, token = r + pair[0], t + pair[1]
             if spec.bias:
-                y = y + read(f, spec.dtype, f.pointer("bias"), row * self.size, 1)
+                y = y + read(spec.dtype, f.pointer("bias"), row * self.size, 1)
             place = (self.n * token + row) * self.size
-            f.store(rounded(f, spec.isa, y, spec.dtype), f.pointer("y"), place)
+            f.store(rounded(y, spec.dtype), f.pointer("y"), place)
 
     def _multiply(self, i: Value, sums: dict[tuple[int, int], ir.Variable]) -> None:
         """Add the products of vectors of W and x at column i, or of single numbers, to sums."""
@@ -146,11 +145,11 @@ class _Rows:
                 weight = f.load(kind, w, at)
                 for t, number in enumerate(numbers):
                     total = sums[j, t]
-                    total.set(dot_bf16(f, spec.isa, total.get(), weight, number))
+                    total.set(dot_bf16(total.get(), weight, number))
             return
         count = 1 if single else self.lanes
-        numbers = [read(f, spec.dtype, x, at, count) for x in self.x]
+        numbers = [read(spec.dtype, x, at, count) for x in self.x]
         for j, w in enumerate(self.w):
-            weight = read(f, spec.dtype, w, at, count)
+            weight = read(spec.dtype, w, at, count)
             for t, number in enumerate(numbers):
-                sums[j, t].set(f.fma(weight, number, sums[j, t].get()))
+                sums[j, t].set(weight.fma(number, sums[j, t].get()))

@@ -3,10 +3,9 @@
 import struct
 from collections.abc import Callable
 
-from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, Function, Value, lanes, scalar, vec
-from anybit.kernels.native.isa import Isa
+from anybit.kernels.native.ir import BF16, F32, I8, I16, I32, Value, lanes, scalar, suffix, vec
 
-BYTES = {F32: 4, BF16: 2, "half": 2, I8: 1}
+BYTES = {F32: 4, BF16: 2, "half": 2, I8: 1, I16: 2}
 # Of exp: Taylor's series up to r**7 / 7! for |r| <= ln(2) / 2, which is below fp32's rounding.
 SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # the first times 127 is exact in fp32
@@ -21,112 +20,106 @@ def several(kind: str, count: int) -> str:
     return vec(count, kind) if count > 1 else kind
 
 
-def every(f: Function, number: Value, count: int) -> Value:
+def every(number: Value, count: int) -> Value:
     """A scalar in `count` lanes; itself for 1."""
-    return f.splat(number, count) if count > 1 else number
+    return number.splat(count) if count > 1 else number
 
 
-def read(f: Function, kind: str, pointer: Value, offset: Value | int, count: int) -> Value:
+def read(kind: str, pointer: Value, offset: Value | int, count: int) -> Value:
     """`count` numbers of LLVM's type `kind` from memory, as fp32."""
-    some, single = f.load(several(kind, count), pointer, offset), several(F32, count)
+    return single(pointer.function.load(several(kind, count), pointer, offset))
+
+
+def single(some: Value) -> Value:
+    """Numbers of any type as fp32."""
+    count, kind = lanes(some.kind), scalar(some.kind)
     if kind == F32:
         return some
     if kind == BF16:
-        bits = f.bits(some, several(I16, count))
-        return f.bits(f.cast("zext", bits, several(I32, count)) << 16, single)
-    return f.cast("sitofp" if kind == I8 else "fpext", some, single)
+        bits = some.bits(several(I16, count))
+        return (bits.cast("zext", several(I32, count)) << 16).bits(several(F32, count))
+    return some.cast("sitofp" if kind == I8 else "fpext", several(F32, count))
 
 
-def rounded(f: Function, isa: Isa, value: Value, kind: str) -> Value:
+def rounded(value: Value, kind: str) -> Value:
     """fp32 as another float type, rounded to the nearest even."""
-    count = lanes(value.kind)
+    count, isa = lanes(value.kind), value.function.isa
     if kind == F32:
         return value
     if kind != BF16 or (isa.bf16 and count >= isa.floats // 2):
-        return f.cast("fptrunc", value, several(kind, count))
-    bits = f.bits(value, several(I32, count))
+        return value.cast("fptrunc", several(kind, count))
+    bits = value.bits(several(I32, count))
     up = bits + ((bits >> 16) & 1) + 0x7FFF
-    nan = f.constant(0x7FC00000, bits.kind)
-    high = f.select(f.compare("uno", value, value), nan, up) >> 16
-    return f.bits(f.cast("trunc", high, several(I16, count)), several(BF16, count))
+    nan = bits.like(0x7FC00000)
+    high = value.compare("uno", value).select(nan, up) >> 16
+    return high.cast("trunc", several(I16, count)).bits(several(BF16, count))
 
 
-def through(f: Function, isa: Isa, value: Value, kind: str) -> Value:
+def through(value: Value, kind: str) -> Value:
     """fp32 after a rounding to another float type."""
-    if kind == F32:
-        return value
-    count, single = lanes(value.kind), value.kind
-    some = rounded(f, isa, value, kind)
-    if kind != BF16:
-        return f.cast("fpext", some, single)
-    bits = f.cast("zext", f.bits(some, several(I16, count)), several(I32, count))
-    return f.bits(bits << 16, single)
+    return single(rounded(value, kind))
 
 
-def maximum(f: Function, a: Value, b: Value) -> Value:
+def maximum(a: Value, b: Value) -> Value:
     """The larger number; NaN where one is."""
-    assert scalar(a.kind) == F32
-    suffix = f"v{lanes(a.kind)}f32" if lanes(a.kind) > 1 else "f32"
-    return f.call(a.kind, f"llvm.maximum.{suffix}", a, b)
+    assert a.real
+    return a.call(f"llvm.maximum.{suffix(a.kind)}", b)
 
 
-def magnitude(f: Function, value: Value) -> Value:
+def magnitude(value: Value) -> Value:
     """|value|."""
-    bits = f.bits(value, several(I32, lanes(value.kind)))
-    return f.bits(bits & 0x7FFFFFFF, value.kind)
+    bits = value.bits(several(I32, lanes(value.kind)))
+    return (bits & 0x7FFFFFFF).bits(value.kind)
 
 
-def largest(f: Function, value: Value) -> Value:
+def largest(value: Value) -> Value:
     """The largest lane; NaN where one is."""
     while (count := lanes(value.kind)) > 2:
         half = count // 2
-        low = f.shuffle(value, value, range(half))
-        value = maximum(f, low, f.shuffle(value, value, range(half, count)))
-    return maximum(f, f.lane(value, 0), f.lane(value, 1))
+        low = value.pick(range(half))
+        value = maximum(low, value.pick(range(half, count)))
+    return maximum(value.lane(0), value.lane(1))
 
 
-def int8(f: Function, x: Value) -> Value:
+def int8(x: Value) -> Value:
     """The nearest int8 codes from -127 to 127, ties to even."""
-    return f.cast("trunc", whole(f, x, -LARGEST, LARGEST), several(I8, lanes(x.kind)))
+    return whole(x, -LARGEST, LARGEST).cast("trunc", several(I8, lanes(x.kind)))
 
 
-def whole(f: Function, x: Value, least: float, most: float) -> Value:
+def whole(x: Value, least: float, most: float) -> Value:
     """The nearest 32-bit integers within bounds, ties to even."""
-    count = lanes(x.kind)
-    code = f.call(x.kind, f"llvm.rint.v{count}f32" if count > 1 else "llvm.rint.f32", x)
+    code = x.call(f"llvm.rint.{suffix(x.kind)}")
     for how, limit in (("ogt", most), ("olt", least)):
-        bound = f.constant(limit, x.kind)
-        code = f.select(f.compare(how, code, bound), bound, code)
-    return f.cast("fptosi", code, several(I32, count))
+        bound = x.like(limit)
+        code = code.compare(how, bound).select(bound, code)
+    return code.cast("fptosi", several(I32, lanes(x.kind)))
 
 
-def exp(f: Function, x: Value) -> Value:
+def exp(x: Value) -> Value:
     """e**x within 2 ulp; exactly 0 for -inf, NaN for NaN."""
     kind = x.kind
-    least, most = f.constant(LEAST, kind), f.constant(MOST, kind)
-    x = f.select(f.compare("olt", x, least), least, x)
-    x = f.select(f.compare("ogt", x, most), most, x)
-    shifted = f.fma(x, f.constant(1.4426950408889634, kind), f.constant(ROUND, kind))
+    least, most = x.like(LEAST), x.like(MOST)
+    x = (x < least).select(least, x)
+    x = (x > most).select(most, x)
+    shifted = x.fma(x.like(1.4426950408889634), x.like(ROUND))
     whole = shifted - ROUND
-    rest = f.fma(whole, f.constant(-LN2_HIGH, kind), x)
-    rest = f.fma(whole, f.constant(-LN2_LOW, kind), rest)
-    total = f.constant(SERIES[0], kind)
+    rest = whole.fma(x.like(-LN2_HIGH), x)
+    rest = whole.fma(x.like(-LN2_LOW), rest)
+    total = x.like(SERIES[0])
     for factor in SERIES[1:]:
-        total = f.fma(total, rest, f.constant(factor, kind))
-    power = f.bits(shifted, several(I32, lanes(kind))) - (ROUND_BITS - 127)
-    return total * f.bits(power << 23, kind)
+        total = total.fma(rest, x.like(factor))
+    power = shifted.bits(several(I32, lanes(kind))) - (ROUND_BITS - 127)
+    return total * (power << 23).bits(kind)
 
 
-def root(f: Function, x: Value) -> Value:
+def root(x: Value) -> Value:
     """The square root of a scalar."""
-    return f.call(F32, "llvm.sqrt.f32", x)
+    return x.call("llvm.sqrt.f32")
 
 
-def along(
-    f: Function, first: Value | int, stop: Value, count: int, body: Callable[[Value, int], None]
-) -> None:
+def along(first: Value | int, stop: Value, count: int, body: Callable[[Value, int], None]) -> None:
     """`body(i, lanes)` for all of range(first, stop): `count` at once, then one by one."""
-    start = first if isinstance(first, Value) else f.integer(first)
+    f, start = stop.function, stop.like(first)
     whole = start + (stop - start) // count * count
     with f.loop(start, whole, count) as i:
         body(i, count)

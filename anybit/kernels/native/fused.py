@@ -107,7 +107,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @cache
 def norm_kernel(spec: Norm) -> build.Kernel:
-    f = Function("norm", NORM)
+    f = Function("norm", NORM, spec.isa)
     n, size, lanes = f.number("n"), BYTES[spec.dtype], spec.isa.floats
     eps = f.load(F32, f.address("eps"), align=4)
     with f.chunks(1, f.number("m")) as (t, _):
@@ -117,28 +117,28 @@ def norm_kernel(spec: Norm) -> build.Kernel:
         sums = {count: f.variable(f.constant(0, several(F32, count))) for count in (lanes, 1)}
 
         def add(i: Value, count: int) -> None:
-            some = read(f, spec.dtype, x, i * size, count)
+            some = read(spec.dtype, x, i * size, count)
             if spec.adds:
-                added = some + read(f, spec.dtype, delta, i * size, count)
-                f.store(rounded(f, spec.isa, added, spec.dtype), total, i * size)
-                some = through(f, spec.isa, added, spec.dtype)
-            sums[count].set(f.fma(some, some, sums[count].get()))
+                added = some + read(spec.dtype, delta, i * size, count)
+                f.store(rounded(added, spec.dtype), total, i * size)
+                some = through(added, spec.dtype)
+            sums[count].set(some.fma(some, sums[count].get()))
 
-        along(f, 0, n, lanes, add)
-        squares = f.sum(sums[lanes].get()) + sums[1].get()
-        mean = squares // f.cast("uitofp", n, F32)
-        inverse = 1 // root(f, mean + eps)
+        along(0, n, lanes, add)
+        squares = sums[lanes].get().sum() + sums[1].get()
+        mean = squares // n.cast("uitofp", F32)
+        inverse = 1 // root(mean + eps)
         source = total if spec.adds else x
 
         def scale(i: Value, count: int) -> None:
-            some = read(f, spec.dtype, source, i * size, count) * every(f, inverse, count)
-            some = through(f, spec.isa, some, spec.weight)
-            weight = read(f, spec.weight, f.pointer("weight"), i * BYTES[spec.weight], count)
-            some = through(f, spec.isa, some * weight, spec.weight)
-            f.store(rounded(f, spec.isa, some, spec.dtype), out, i * size)
+            some = read(spec.dtype, source, i * size, count) * every(inverse, count)
+            some = through(some, spec.weight)
+            weight = read(spec.weight, f.pointer("weight"), i * BYTES[spec.weight], count)
+            some = through(some * weight, spec.weight)
+            f.store(rounded(some, spec.dtype), out, i * size)
 
-        along(f, 0, n, lanes, scale)
-    return build.kernel(f, spec.isa)
+        along(0, n, lanes, scale)
+    return build.kernel(f)
 
 
 # SiLU and GELU.
@@ -167,7 +167,7 @@ def _gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 
 @cache
 def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
-    f = Function("gated", GATED)
+    f = Function("gated", GATED, isa)
     n, parts, size = f.number("n"), f.number("parts"), BYTES[dtype]
     with f.chunks(1, f.number("m") * parts) as (unit, _):
         t, first = unit // parts, unit % parts * PART
@@ -177,19 +177,19 @@ def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
         out = f.at(f.pointer("out"), t * n * size)
 
         def multiply(i: Value, count: int) -> None:
-            x = read(f, dtype, gate, i * size, count)
+            x = read(dtype, gate, i * size, count)
             z = x
             if gelu:  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
-                cubic = f.fma(x * x, f.constant(0.044715, x.kind), f.constant(1, x.kind))
+                cubic = (x * x).fma(f.constant(0.044715, x.kind), f.constant(1, x.kind))
                 z = x * cubic * (2 * math.sqrt(2 / math.pi))
             one = f.constant(1, x.kind)
-            y = x // (one + exp(f, 0 - z))
-            y = through(f, isa, y, dtype) if gelu else y
-            y = y * read(f, dtype, up, i * size, count)
-            f.store(rounded(f, isa, y, dtype), out, i * size)
+            y = x // (one + exp(0 - z))
+            y = through(y, dtype) if gelu else y
+            y = y * read(dtype, up, i * size, count)
+            f.store(rounded(y, dtype), out, i * size)
 
-        along(f, first, f.smaller(first + PART, n), isa.floats, multiply)
-    return build.kernel(f, isa)
+        along(first, (first + PART).smaller(n), isa.floats, multiply)
+    return build.kernel(f)
 
 
 # Other dtypes.
@@ -203,13 +203,13 @@ def convert(x: Tensor, out: Tensor) -> None:
 
 @cache
 def copy_kernel(isa: Isa, source: str, target: str) -> build.Kernel:
-    f = Function("convert", COPY)
+    f = Function("convert", COPY, isa)
     n = f.number("n")
     with f.chunks(PART, n) as (first, last):
 
         def move(i: Value, count: int) -> None:
-            some = read(f, source, f.pointer("from"), i * BYTES[source], count)
-            f.store(rounded(f, isa, some, target), f.pointer("to"), i * BYTES[target])
+            some = read(source, f.pointer("from"), i * BYTES[source], count)
+            f.store(rounded(some, target), f.pointer("to"), i * BYTES[target])
 
-        along(f, first, last, isa.floats, move)
-    return build.kernel(f, isa)
+        along(first, last, isa.floats, move)
+    return build.kernel(f)

@@ -10,6 +10,7 @@ from typing import Any
 
 from anybit.kernels.native import build, ir
 from anybit.kernels.native.decode import Codes
+from anybit.kernels.native.floats import every, several
 from anybit.kernels.native.ir import F32, I8, I32, Function, Value, vec
 from anybit.kernels.native.operand import BAND, BLOCK, RUN, Operand
 from anybit.kernels.native.steps import Coded
@@ -71,7 +72,7 @@ class Few:
 def kernel(spec: Few) -> build.Kernel:
     """The compiled kernel; its arguments are `NAMES`."""
     f = (_Bands if spec.operand.banded else _Rows)(spec).function
-    return build.kernel(f, spec.operand.isa)
+    return build.kernel(f)
 
 
 class _Rows:
@@ -79,10 +80,10 @@ class _Rows:
 
     def __init__(self, spec: Few):
         self.spec = spec
-        self.function = f = Function("few", NAMES)
+        self.function = f = Function("few", NAMES, spec.operand.isa)
         operand, step = spec.operand, spec.codes.block_bytes()
         blocks, n = f.number("blocks"), f.number("n")
-        self.table: Any = spec.codes.table(f, operand, f.pointer("table"))
+        self.table: Any = spec.codes.table(operand, f.pointer("table"))
         self.per_block = BLOCK // spec.group if spec.group else 0
         self.groups = blocks * self.per_block
         if spec.group:
@@ -95,7 +96,7 @@ class _Rows:
             f.loop(first, last) as r,
         ):
             tails = self._read_scales(r)
-            w = f.at(f.pointer("w"), spec.codes.row(f, self.table, r, blocks, spec.tail))
+            w = f.at(f.pointer("w"), spec.codes.row(self.table, r, blocks, spec.tail))
             totals = [f.variable(zero) for _ in range(spec.m)]
             with f.loop(0, blocks) as b:
                 codes, x = f.at(w, b * step), f.at(f.pointer("x"), b * x_step)
@@ -104,8 +105,8 @@ class _Rows:
                 codes, x = f.at(w, blocks * step), f.at(f.pointer("x"), blocks * x_step)
                 self._block(codes, x, blocks, totals, spec.tail)
             for i, total in enumerate(totals):
-                with f.when(f.compare("slt", f.integer(i), f.number("m"))):
-                    self._store(r, i, f.sum(total.get()), tails[i] if tails else None)
+                with f.when(f.integer(i) < f.number("m")):
+                    self._store(r, i, total.get().sum(), tails[i] if tails else None)
 
     def _block(
         self, codes: Value, x: Value, b: Value, totals: list[ir.Variable], count: int = BLOCK
@@ -121,22 +122,22 @@ class _Rows:
         for unit in range(last + 1):
             if unit % units == 0:
                 sums = [zero] * m
-            numbers = spec.codes.unit(f, operand, codes, unit, self.table, count)
+            numbers = spec.codes.unit(codes, unit, self.table, count)
             for j, weight in enumerate(numbers):
                 for i in range(m):
                     number = f.load(operand.vector, x, (at * m + i) * size)
-                    sums[i] = operand.dot(f, zero if small else sums[i], weight, number)
+                    sums[i] = operand.dot(zero if small else sums[i], weight, number)
                 at += 1
                 if small:
                     many = operand.codes // spec.group
                     some = self._scale(vec(many, F32), first + unit * many)
                     lanes = [column // spec.group for column in operand.columns(j)]
-                    self._add(sums, f.shuffle(some, some, lanes), totals)
+                    self._add(sums, some.pick(lanes), totals)
             if ((unit + 1) % units == 0 or unit == last) and not small:
                 factor = None
                 if spec.group:
                     one = self._scale(F32, first + unit // units)
-                    factor = f.splat(one, operand.isa.floats)
+                    factor = one.splat(operand.isa.floats)
                 self._add(sums, factor, totals)
 
     def _scale(self, kind: str, group: Value) -> Value:
@@ -144,20 +145,19 @@ class _Rows:
         assert self.scales is not None
         scale = self.function.load(kind, self.scales, group << 2, align=4)
         whole = I32 if kind == F32 else vec(ir.lanes(kind), I32)
-        return self.function.cast("fptosi", scale, whole) if self.spec.operand.whole else scale
+        return scale.cast("fptosi", whole) if self.spec.operand.whole else scale
 
     def _add(self, sums: list[Value], factor: Value | None, totals: list[ir.Variable]) -> None:
         """Add sums, scaled, to the totals."""
         for total, part in zip(totals, sums, strict=True):
             old = total.get()
-            if part.kind != total.kind:
-                part = self.function.cast("sitofp", part, total.kind)
+            part = part.cast("sitofp", total.kind)
             if factor is None:
                 total.set(old + part)
             elif self.spec.operand.whole:
                 total.set(old + part * factor)
             else:
-                total.set(self.function.fma(part, factor, old))
+                total.set(part.fma(factor, old))
 
     def _read_scales(self, r: Value) -> list[Value]:
         """Put a row's scales on the stack; the sums of its offsets for each activation."""
@@ -168,28 +168,27 @@ class _Rows:
         tails = [f.variable(f.zero(kind)) for _ in range(spec.m)] if spec.form else []
         stride = (self.groups + 15) & -16  # of sums, as `activations.pack` lays them out
         with f.loop(0, self.groups, lanes) as g:
-            scale = scales_at(f, f.pointer("scale"), r * self.groups + g, lanes, bool(spec.wide))
+            scale = scales_at(f.pointer("scale"), r * self.groups + g, lanes, spec.wide)
             f.store(scale, self.scales, g << 2)
             if spec.form:
                 at = r * self.groups + g
-                offset = scales_at(f, f.pointer("offset"), at, lanes, bool(spec.wide))
+                offset = scales_at(f.pointer("offset"), at, lanes, spec.wide)
                 if spec.form == "scaled":
                     offset = offset * scale
                 if spec.operand.whole:
-                    offset = f.cast("fptosi", offset, kind)
+                    offset = offset.cast("fptosi", kind)
                 for i, tail in enumerate(tails):
                     x = f.load(spec.operand.sums, f.pointer("xsum"), (stride * i + g) << 2)
-                    old = tail.get()
-                    x = x if x.kind == kind else f.cast("sitofp", x, kind)
-                    tail.set(old + offset * x if spec.operand.whole else f.fma(offset, x, old))
-        return [f.sum(tail.get()) for tail in tails]
+                    old, x = tail.get(), x.cast("sitofp", kind)
+                    tail.set(old + offset * x if spec.operand.whole else offset.fma(x, old))
+        return [tail.get().sum() for tail in tails]
 
     def _store(self, r: Value, i: int, total: Value, tail: Value | None) -> None:
         """Scale the sum of row r and activation i and store it."""
         spec = self.spec
         total = total if tail is None else total + tail
         shifted = spec.operand.whole and not spec.group
-        store(self.function, total, r, i, spec.dtype, spec.quantized, shifted)
+        store(total, r, i, spec.dtype, spec.quantized, shifted)
 
 
 class _Bands:
@@ -197,13 +196,13 @@ class _Bands:
 
     def __init__(self, spec: Few):
         self.spec = spec
-        self.function = f = Function("few", NAMES)
+        self.function = f = Function("few", NAMES, spec.operand.isa)
         self.operand = operand = spec.operand
         self.blocks = blocks = f.number("blocks")
         self.span = operand.span(spec.group)
-        self.table: Any = spec.codes.table(f, operand, f.pointer("table"))
+        self.table: Any = spec.codes.table(operand, f.pointer("table"))
         last_token = f.number("m") - 1
-        self.tokens = [f.smaller(f.integer(i), last_token) for i in range(spec.m)]
+        self.tokens = [f.integer(i).smaller(last_token) for i in range(spec.m)]
         x, size = f.pointer("x"), operand.token_bytes
         self.x = [f.at(x, token * blocks * (RUN * size)) for token in self.tokens]
         self.scratch = f.allocate(ir.scalar(operand.totals), BAND)
@@ -229,7 +228,7 @@ class _Bands:
                 with f.loop(0, (blocks + per - 1) // per if self.span else 1) as span:
                     # Products of one sum wait for each other, those of several do not.
                     sums = self._fresh(max(1, CHAINS // (operand.parts * spec.m)))
-                    with f.loop(span * per, f.smaller((span + 1) * per, blocks)) as b:
+                    with f.loop(span * per, ((span + 1) * per).smaller(blocks)) as b:
                         self._multiply(f.at(w, b * step), b, sums, 0, RUN)
                     self._add(r, span, sums, totals)
             self._store(r, totals)
@@ -252,13 +251,13 @@ class _Bands:
         columns, size = operand.columns_of_unit, operand.token_bytes
         x = [f.at(token, b * (RUN * size)) for token in self.x]
         for unit in range(first // columns, (first + count) // columns):
-            for j, weight in enumerate(spec.codes.unit(f, operand, codes, unit, self.table)):
+            for j, weight in enumerate(spec.codes.unit(codes, unit, self.table)):
                 part, at = operand.place(unit, j)
                 for i, token in enumerate(x):
                     for half, chains in enumerate(sums[i][part]):
                         total = chains[unit % len(chains)]
-                        number = operand.everywhere(f, token, 4 * at + RUN * half)
-                        total.set(operand.dot(f, total.get(), weight, number))
+                        number = operand.everywhere(token, 4 * at + RUN * half)
+                        total.set(operand.dot(total.get(), weight, number))
 
     def _add(self, r: Value, span: Value, sums: Sums, totals: list[list[ir.Variable]]) -> None:
         """Add the sums of a span, scaled, to the totals."""
@@ -277,51 +276,49 @@ class _Bands:
                 value, *lower = (_added(chains) for chains in sums[i][part])
                 if lower:
                     value = (value << 8) + lower[0]
-                    value = value + f.splat(x * first, count) if first else value
-                value = f.cast("sitofp", value, kind) if value.kind != kind else value
-                old = total.get()
+                    value = value + (x * first).splat(count) if first else value
+                value, old = value.cast("sitofp", kind), total.get()
                 if not spec.group:
                     total.set(old + value)
                     continue
                 scale, *shift = factors[part]
                 if shift:
-                    all_x = f.splat(x, count)
-                    all_x = f.cast("sitofp", all_x, kind) if all_x.kind != kind else all_x
-                    old = old + shift[0] * all_x if operand.whole else f.fma(shift[0], all_x, old)
-                total.set(old + value * scale if operand.whole else f.fma(value, scale, old))
+                    all_x = x.splat(count).cast("sitofp", kind)
+                    old = old + shift[0] * all_x if operand.whole else shift[0].fma(all_x, old)
+                total.set(old + value * scale if operand.whole else value.fma(scale, old))
 
     def _factors(self, r: Value, span: Value, columns: Value) -> list[list[Value]]:
         """Scales, and offsets if there are any, of each part of a band's rows."""
-        f, spec, operand = self.function, self.spec, self.operand
+        spec, operand = self.spec, self.operand
         if not spec.group:
             return []
         groups = (columns + (spec.group - 1)) // spec.group
         group = r * groups + span // (spec.group // self.span)
         out = []
         for part in range(operand.parts):
-            some = factors_at(f, group, part, operand, spec.form, spec.wide)
-            out.append([f.cast("fptosi", a, operand.totals) if operand.whole else a for a in some])
+            some = factors_at(group, part, operand, spec.form, spec.wide)
+            out.append([a.cast("fptosi", operand.totals) if operand.whole else a for a in some])
         return out
 
     def _store(self, r: Value, totals: list[list[ir.Variable]]) -> None:
         """Scale the sums of a band and store them, those of rows that there are."""
         f, spec, n = self.function, self.spec, self.function.number("n")
-        row, last = r * BAND, f.smaller(r * BAND + BAND, n)
-        whole = f.compare("sle", row + BAND, n)
-        part_of_band = f.compare("sgt", row + BAND, n)
+        row, last = r * BAND, (r * BAND + BAND).smaller(n)
+        whole = row + BAND <= n
+        part_of_band = row + BAND > n
         shifted = self.operand.whole and not spec.group
         how = spec.dtype, spec.quantized, shifted
         for i, parts in enumerate(totals):
-            with f.when(f.compare("slt", f.integer(i), f.number("m"))):
+            with f.when(f.integer(i) < f.number("m")):
                 for part, total in enumerate(parts):
                     count = self.operand.isa.floats
                     f.store(total.get(), self.scratch, part * count * 4)
                     with f.when(whole):
-                        store(f, total.get(), row + part * count, i, *how)
+                        store(total.get(), row + part * count, i, *how)
                 with f.when(part_of_band), f.loop(row, last) as single:
                     kind = ir.scalar(self.operand.totals)
                     value = f.load(kind, self.scratch, (single - row) << 2)
-                    store(f, value, single, i, *how)
+                    store(value, single, i, *how)
 
 
 def _added(chains: list[ir.Variable]) -> Value:
@@ -331,28 +328,25 @@ def _added(chains: list[ir.Variable]) -> Value:
     return total
 
 
-def factors_at(
-    f: Function, group: Value, part: int, operand: Operand, form: str, wide: int
-) -> list[Value]:
+def factors_at(group: Value, part: int, operand: Operand, form: str, wide: int) -> list[Value]:
     """Scales of a part of a band's rows, and offsets if there are any; group: of all bands'."""
-    count = operand.isa.floats
+    f, count = group.function, operand.isa.floats
     out = []
     for name in ("scale", "offset") if form else ("scale",):
         memory = f.pointer(name)
         if wide > 1:
             d = f.at(memory, group // wide * ((2 + wide) * BAND))
             step = f.load(vec(count, I8), d, (group % wide + 2) * BAND + part * count)
-            step = f.cast("sitofp", step, vec(count, F32))
-            out.append(step * scales_at(f, d, f.integer(part * count), count, False))
+            step = step.cast("sitofp", vec(count, F32))
+            out.append(step * scales_at(d, f.integer(part * count), count, 0))
         else:
-            out.append(scales_at(f, memory, group * BAND + part * count, count, bool(wide)))
+            out.append(scales_at(memory, group * BAND + part * count, count, wide))
     if form == "scaled":
         out[1] = out[0] * out[1]
     return out
 
 
 def store(
-    f: Function,
     total: Value,
     row: Value,
     token: Value | int,
@@ -363,36 +357,31 @@ def store(
     """Scale sums of a token and of rows from `row` on, add the bias, and put them into y.
 
     Args:
-        f: with the names xsum, xscale, row, bias, y, n and shift.
-        total: fp32 or int32, a number or a vector of them.
+        total: fp32 or int32, a number or a vector of them, of a function with the names xsum,
+            xscale, row, bias, y, n and shift.
         row: the first one.
         token: which.
         dtype: LLVM's name of what y (M, N) is stored in.
         quantized: whether tokens have scales.
         shifted: whether codes are `shift` more than the numbers that were multiplied.
     """
-    count = ir.lanes(total.kind)
-    single = vec(count, F32) if total.kind.startswith("<") else F32
-    at = f.integer(token) if isinstance(token, int) else token
-
-    def every(number: Value) -> Value:
-        return f.splat(number, count) if single != F32 else number
-
+    f, count = total.function, ir.lanes(total.kind)
+    single, at = several(F32, count), row.like(token)
     if shifted:
-        shift = f.cast("trunc", f.number("shift"), I32)
-        total = total + every(shift * f.load(I32, f.pointer("xsum"), at << 2))
-    if total.kind != single:
-        total = f.cast("sitofp", total, single)
+        shift = f.number("shift").cast("trunc", I32)
+        total = total + every(shift * f.load(I32, f.pointer("xsum"), at << 2), count)
+    total = total.cast("sitofp", single)
     if quantized:
-        total = total * every(f.load(F32, f.pointer("xscale"), at << 2))
+        total = total * every(f.load(F32, f.pointer("xscale"), at << 2), count)
     factor, bias = (f.load(single, f.pointer(name), row << 2) for name in ("row", "bias"))
     place = (f.number("n") * at + row) * (4 if dtype == F32 else 2)
-    f.store(ir.rounded(f, f.fma(total, factor, bias), dtype), f.pointer("y"), place)
+    f.store(ir.rounded(total.fma(factor, bias), dtype), f.pointer("y"), place)
 
 
-def scales_at(f: Function, memory: Value, group: Value, count: int, wide: bool) -> Value:
+def scales_at(memory: Value, group: Value, count: int, wide: int) -> Value:
     """The fp32 of `count` scales from a group on, which lie in memory in fp16, or fp32 if wide."""
+    f = memory.function
     if wide:
         return f.load(vec(count, F32), memory, group << 2, align=4)
     half = f.load(vec(count, "half"), memory, group << 1)
-    return f.cast("fpext", half, vec(count, F32))
+    return half.cast("fpext", vec(count, F32))

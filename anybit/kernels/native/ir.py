@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from anybit.errors import InvalidType
+from anybit.kernels.native.isa import Isa
 
 I8, I16, I32, I64, F32, BF16, PTR = "i8", "i16", "i32", "i64", "float", "bfloat", "ptr"
 ALIGNED = 64  # bytes of the stack: registers that LLVM puts there are no wider than a cache line
@@ -25,6 +26,11 @@ def lanes(kind: str) -> int:
     """Lanes of a type; 1 for a scalar."""
     found = re.match(r"<(\d+) x", kind)
     return int(found[1]) if found else 1
+
+
+def suffix(kind: str) -> str:
+    """What LLVM calls its intrinsics by, of fp32."""
+    return f"v{lanes(kind)}f32" if lanes(kind) > 1 else "f32"
 
 
 def scalar(kind: str) -> str:
@@ -82,6 +88,91 @@ class Value:
     def __lshift__(self, bits: int) -> "Value":
         return self._binary("shl", "shl", bits) if bits else self
 
+    # Of numbers with a sign; `compare` knows others. The result is i1 or a vector of them.
+
+    def _ordered(self, how: str, other: "Value | float") -> "Value":
+        return self.compare(("o" if self.real else "s") + how, other)
+
+    def __lt__(self, other: "Value | float") -> "Value":
+        return self._ordered("lt", other)
+
+    def __le__(self, other: "Value | float") -> "Value":
+        return self._ordered("le", other)
+
+    def __gt__(self, other: "Value | float") -> "Value":
+        return self._ordered("gt", other)
+
+    def __ge__(self, other: "Value | float") -> "Value":
+        return self._ordered("ge", other)
+
+    @property
+    def real(self) -> bool:
+        """Whether it is fp32."""
+        return scalar(self.kind) == F32
+
+    def compare(self, how: str, other: "Value | float") -> "Value":
+        """icmp, or fcmp for numbers with a fraction."""
+        b, word = self.like(other), "fcmp" if self.real else "icmp"
+        truth = vec(lanes(self.kind), "i1") if self.kind.startswith("<") else "i1"
+        return self.function.emit(f"{word} {how} {self.kind} {self.text}, {b.text}", truth)
+
+    def select(self, a: "Value", other: "Value | float") -> "Value":
+        """One or the other, by this truth."""
+        b = a.like(other)
+        return self.function.emit(
+            f"select {self.kind} {self.text}, {a.kind} {a.text}, {b.kind} {b.text}", a.kind
+        )
+
+    def smaller(self, other: "Value") -> "Value":
+        """The smaller of two unsigned numbers."""
+        return self.compare("ult", other).select(self, other)
+
+    def cast(self, how: str, kind: str) -> "Value":
+        """zext, sext, trunc, bitcast, sitofp, uitofp, fpext, fptrunc, inttoptr."""
+        if self.kind == kind:
+            return self
+        return self.function.emit(f"{how} {self.kind} {self.text} to {kind}", kind)
+
+    def bits(self, kind: str) -> "Value":
+        """The same bits as another type."""
+        return self.cast("bitcast", kind)
+
+    def splat(self, count: int) -> "Value":
+        """A scalar in every lane."""
+        kind = vec(count, self.kind)
+        text = f"insertelement {kind} poison, {self.kind} {self.text}, i32 0"
+        return self.function.emit(text, kind).pick([0] * count)
+
+    def lane(self, index: int) -> "Value":
+        one = scalar(self.kind)
+        return self.function.emit(f"extractelement {self.kind} {self.text}, i32 {index}", one)
+
+    def shuffle(self, other: "Value", indices: Sequence[int]) -> "Value":
+        """Lanes of this, counted from 0, and of another behind them."""
+        mask = ", ".join(f"i32 {i}" for i in indices)
+        both = f"{self.kind} {self.text}, {other.kind} {other.text}"
+        kind = vec(len(indices), scalar(self.kind))
+        return self.function.emit(f"shufflevector {both}, <{len(indices)} x i32> <{mask}>", kind)
+
+    def pick(self, indices: Sequence[int]) -> "Value":
+        """Some lanes."""
+        return self.shuffle(self, indices)
+
+    def call(self, name: str, *others: "Value") -> "Value":
+        """An intrinsic of LLVM's, of this and others, whose result has this type."""
+        return self.function.call(self.kind, name, self, *others)
+
+    def fma(self, b: "Value", c: "Value") -> "Value":
+        """This * b + c, rounded once."""
+        return self.call(f"llvm.fma.{suffix(self.kind)}", b, c)
+
+    def sum(self) -> "Value":
+        """All lanes added up."""
+        value = self
+        while (count := lanes(value.kind)) > 1:
+            value = value.pick(range(count // 2)) + value.pick(range(count // 2, count))
+        return value.lane(0)
+
 
 class Variable:
     """A value that changes in loops. LLVM turns it into a register."""
@@ -101,8 +192,9 @@ class Variable:
 class Function:
     """One function under construction. All arguments are pointers or 64-bit integers."""
 
-    def __init__(self, name: str, names: Sequence[str], kinds: Sequence[str] = (PTR,)):
-        self.name, self.names = name, names
+    def __init__(self, name: str, names: Sequence[str], isa: Isa, kinds: Sequence[str] = (PTR,)):
+        """isa: what the processor can do."""
+        self.name, self.names, self.isa = name, names, isa
         self.count = 0
         self.head: list[str] = []  # allocations, which belong into the first block
         self.lines: list[str] = []
@@ -136,7 +228,7 @@ class Function:
 
     def listed(self, name: str, at: Value) -> Value:
         """A number of 32 bits of those that a pointer is of, in 64."""
-        return self.cast("sext", self.load(I32, self.pointer(name), at << 2), I64)
+        return self.load(I32, self.pointer(name), at << 2).cast("sext", I64)
 
     # Instructions.
 
@@ -200,52 +292,6 @@ class Function:
         """Add `count` to a 64-bit number that threads share; its value before."""
         return self.emit(f"atomicrmw add ptr {pointer.text}, i64 {count} monotonic", I64)
 
-    def cast(self, how: str, value: Value, kind: str) -> Value:
-        """zext, sext, trunc, bitcast, sitofp, uitofp, fpext, fptrunc, inttoptr."""
-        if value.kind == kind:
-            return value
-        return self.emit(f"{how} {value.kind} {value.text} to {kind}", kind)
-
-    def bits(self, value: Value, kind: str) -> Value:
-        """The same bits as another type."""
-        return self.cast("bitcast", value, kind)
-
-    def splat(self, value: Value, count: int) -> Value:
-        """A scalar in every lane."""
-        kind = vec(count, value.kind)
-        first = self.emit(f"insertelement {kind} poison, {value.kind} {value.text}, i32 0", kind)
-        return self.shuffle(first, first, [0] * count)
-
-    def lane(self, value: Value, index: int) -> Value:
-        one = scalar(value.kind)
-        return self.emit(f"extractelement {value.kind} {value.text}, i32 {index}", one)
-
-    def shuffle(self, a: Value, b: Value, indices: Sequence[int]) -> Value:
-        """Lanes of a, counted from 0, and of b after them."""
-        mask = ", ".join(f"i32 {i}" for i in indices)
-        kind = vec(len(indices), scalar(a.kind))
-        return self.emit(
-            f"shufflevector {a.kind} {a.text}, {b.kind} {b.text}, <{len(indices)} x i32> <{mask}>",
-            kind,
-        )
-
-    def compare(self, how: str, a: Value, other: Value | float) -> Value:
-        """icmp, or fcmp for numbers with a fraction; the result is i1 or a vector of them."""
-        b = a.like(other)
-        word = "fcmp" if scalar(a.kind) == F32 else "icmp"
-        truth = vec(lanes(a.kind), "i1") if a.kind.startswith("<") else "i1"
-        return self.emit(f"{word} {how} {a.kind} {a.text}, {b.text}", truth)
-
-    def select(self, truth: Value, a: Value, other: Value | float) -> Value:
-        b = a.like(other)
-        return self.emit(
-            f"select {truth.kind} {truth.text}, {a.kind} {a.text}, {b.kind} {b.text}", a.kind
-        )
-
-    def smaller(self, a: Value, b: Value) -> Value:
-        """The smaller of two unsigned numbers."""
-        return self.select(self.compare("ult", a, b), a, b)
-
     def call(self, kind: str, name: str, *arguments: Value) -> Value:
         """An intrinsic of LLVM's."""
         listed = ", ".join(f"{a.kind} {a.text}" for a in arguments)
@@ -258,25 +304,12 @@ class Function:
         listed = ", ".join(f"{a.kind} {a.text}" for a in arguments)
         self.lines.append(f"call void {target.text}({listed})")
 
-    def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, rounded once."""
-        suffix = f"v{lanes(a.kind)}f32" if lanes(a.kind) > 1 else "f32"
-        return self.call(a.kind, f"llvm.fma.{suffix}", a, b, c)
-
     def prefetch(self, pointer: Value, offset: Value | int, locality: int = 3) -> None:
         place = self.at(pointer, offset)
         self.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         self.lines.append(
             f"call void @llvm.prefetch.p0(ptr {place.text}, i32 0, i32 {locality}, i32 1)"
         )
-
-    def sum(self, value: Value) -> Value:
-        """All lanes added up."""
-        while (count := lanes(value.kind)) > 1:
-            half = count // 2
-            low = self.shuffle(value, value, range(half))
-            value = low + self.shuffle(value, value, range(half, count))
-        return self.lane(value, 0)
 
     # Control.
 
@@ -296,7 +329,7 @@ class Function:
         test, body, done = self._label(), self._label(), self._label()
         self._block(test)
         i = at.get()
-        more = self.compare("slt", i, last)
+        more = i < last
         self.lines.append(f"br i1 {more.text}, label %{body}, label %{done}\n{body}:")
         yield i
         at.set(i + step)
@@ -319,13 +352,13 @@ class Function:
         test, body, done = self._label(), self._label(), self._label()
         self._block(test)
         start = self.take(self.address("next"), 1) * size
-        more = self.compare("slt", start, total)
+        more = start < total
         self.lines.append(f"br i1 {more.text}, label %{body}, label %{done}\n{body}:")
-        yield start, self.smaller(start + size, total)
+        yield start, (start + size).smaller(total)
         self.lines.append(f"br label %{test}\n{done}:")
 
 
-def rounded(f: Function, value: Value, dtype: str) -> Value:
+def rounded(value: Value, dtype: str) -> Value:
     """fp32 as another type, rounded to the nearest even, on any processor."""
     if dtype == F32:
         return value
@@ -335,8 +368,8 @@ def rounded(f: Function, value: Value, dtype: str) -> Value:
         return vec(count, one) if count > 1 else one
 
     if dtype != BF16:
-        return f.cast("fptrunc", value, kind(dtype))
-    bits = f.bits(value, kind(I32))
+        return value.cast("fptrunc", kind(dtype))
+    bits = value.bits(kind(I32))
     up = bits + ((bits >> 16) & 1) + 0x7FFF
-    nan = f.constant(0x7FC00000, bits.kind)
-    return f.cast("trunc", f.select(f.compare("uno", value, value), nan, up) >> 16, kind(I16))
+    nan = value.function.constant(0x7FC00000, bits.kind)
+    return (value.compare("uno", value).select(nan, up) >> 16).cast("trunc", kind(I16))

@@ -51,7 +51,7 @@ def lay_out(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Tensor:
 @cache
 def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
     """What moves one plane of `width` bits, `many` vectors of each block."""
-    f = Function("lay_out", NAMES)
+    f = Function("lay_out", NAMES, isa)
     size = 64 * many  # bytes of the plane in a block
     row, blocks = f.number("row"), f.number("blocks")
     zeros = f.allocate(I8, size)
@@ -63,16 +63,16 @@ def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
         source = f.at(f.pointer("from"), r * row + b * size)
         target = f.at(f.pointer("to"), r * f.number("span") + b * f.number("step"))
         left = f.number("left") - b * size
-        with f.when(f.compare("slt", left, size)):  # a part of a block
+        with f.when(left < size):  # a part of a block
             with f.loop(0, size) as i:
                 f.store(f.zero(I8), zeros, i)
             with f.loop(0, left) as i:
                 f.store(f.load(I8, source, i), zeros, i)
-        whole = f.compare("sge", left, size)
-        source = f.select(whole, source, zeros)
+        whole = left >= size
+        source = whole.select(source, zeros)
         for v in range(many):
             _vector(f, f.at(source, 64 * v), f.at(target, 64 * v), width)
-    return build.kernel(f, isa)
+    return build.kernel(f)
 
 
 def _vector(f: Function, source: ir.Value, target: ir.Value, width: int) -> None:
@@ -82,7 +82,7 @@ def _vector(f: Function, source: ir.Value, target: ir.Value, width: int) -> None
     down = ", ".join(f"i16 {i % per * width}" for i in range(RUN))
     for run in range(16 // width):
         some = f.load(vec(RUN // per, I8), source, run * RUN // per)
-        codes = f.cast("zext", f.shuffle(some, some, [i // per for i in range(RUN)]), kind)
+        codes = some.pick([i // per for i in range(RUN)]).cast("zext", kind)
         if per > 1:
             codes = f.emit(f"lshr {kind} {codes.text}, <{down}>", kind) & ((1 << width) - 1)
         codes = codes << place(run, width)
@@ -114,19 +114,19 @@ def lay_out_bands(planes: tuple[Tensor, ...], bits: int, k: int, isa: Isa) -> Te
 @cache
 def band_kernel(width: int, isa: Isa) -> build.Kernel:
     """What moves one plane of `width` bits. A word of it holds columns of a row: it is a lane."""
-    f = Function("lay_out_bands", BAND_NAMES)
+    f = Function("lay_out_bands", BAND_NAMES, isa)
     last_row, count = f.number("n") - 1, f.number("words")
     kind, mask = vec(BAND, I32), (1 << width) - 1
     with (
         f.chunks(1, f.number("bands")) as (band, _),
         f.loop(0, f.number("blocks")) as b,
     ):
-        rows = [f.smaller(band * BAND + r, last_row) * f.number("row") for r in range(BAND)]
+        rows = [(band * BAND + r).smaller(last_row) * f.number("row") for r in range(BAND)]
         target = f.at(f.pointer("to"), band * f.number("span") + b * f.number("step"))
         for v in range(width):
             i = b * width + v
-            there = f.compare("slt", i, count)
-            word_at = f.select(there, i, count - 1) << 2
+            there = i < count
+            word_at = there.select(i, count - 1) << 2
             lanes = f.zero(kind)
             for r, row in enumerate(rows):
                 word = f.load(I32, f.pointer("from"), row + word_at)
@@ -135,5 +135,5 @@ def band_kernel(width: int, isa: Isa) -> build.Kernel:
             for column in range(32 // width):
                 code = (lanes >> (column * width)) & mask
                 total = total | code << 16 * (column % 2) + place(column // 2, width)
-            f.store(f.select(there, total, f.zero(kind)), target, 64 * v)
-    return build.kernel(f, isa)
+            f.store(there.select(total, f.zero(kind)), target, 64 * v)
+    return build.kernel(f)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from anybit.kernels.native import instructions, ir
-from anybit.kernels.native.ir import F32, I8, I16, I32, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I16, I32, Value, vec
 from anybit.kernels.native.isa import Isa
 
 BLOCK = 512  # codes
@@ -76,10 +76,11 @@ class Operand:
         per = self.vectors // self.parts
         return j // per, unit * per + j % per
 
-    def everywhere(self, f: Function, x: Value, offset: Value | int) -> Value:
+    def everywhere(self, x: Value, offset: Value | int) -> Value:
         """32 bits of a token in all lanes."""
         kind = F32 if self.kind == "fp32" else I32
-        return f.bits(f.splat(f.load(kind, x, offset), self.isa.floats), self.vector)
+        some = x.function.load(kind, x, offset)
+        return some.splat(self.isa.floats).bits(self.vector)
 
     def span(self, group: int) -> int:
         """Columns that are added up before they are scaled; 0: all of a row."""
@@ -137,6 +138,11 @@ class Operand:
             ]
         return list(range(RUN))
 
+    def ordered(self, numbers: Value) -> list[Value]:
+        """A unit's numbers, which lie in the order of columns, in its vectors."""
+        order, lanes = self.order(), self.codes // self.vectors
+        return [numbers.pick(order[i : i + lanes]) for i in range(0, self.codes, lanes)]
+
     def columns(self, j: int) -> list[int]:
         """The first column of each lane of the sums of a unit's vector j; not for bytes."""
         lanes = self.isa.floats
@@ -144,11 +150,11 @@ class Operand:
             return self.order()[j * lanes : (j + 1) * lanes]
         return [2 * (j * lanes + i) for i in range(lanes)]
 
-    def dot(self, f: Function, total: Value, weight: Value, x: Value) -> Value:
+    def dot(self, total: Value, weight: Value, x: Value) -> Value:
         """total + products of a vector of weights and one of activations."""
         if self.kind == "fp32":
-            return f.fma(weight, x, total)
+            return weight.fma(x, total)
         if self.kind == "bf16":
-            return instructions.dot_bf16(f, self.isa, total, weight, x)
+            return instructions.dot_bf16(total, weight, x)
         how = instructions.dot_words if self.itemsize == 2 else instructions.dot_bytes
-        return how(f, self.isa, total, weight, x)
+        return how(total, weight, x)

@@ -29,7 +29,7 @@ def rotate(x: Tensor, vector: Tensor, after: bool) -> Tensor:
 @cache
 def rotate_kernel(isa: Isa, dtype: str, vector: str, size: int, after: bool) -> build.Kernel:
     """For blocks of `size` numbers; types are LLVM's names."""
-    f = Function("rotate", NAMES)
+    f = Function("rotate", NAMES, isa)
     row, lanes = f.number("row"), min(isa.floats, size)
     starts = range(0, size, lanes)
     with (
@@ -40,28 +40,33 @@ def rotate_kernel(isa: Isa, dtype: str, vector: str, size: int, after: bool) -> 
         x = f.at(f.pointer("x"), t * f.number("x_stride") + at * BYTES[dtype])
         factors = f.at(f.pointer("vector"), at * BYTES[vector])
         out = f.at(f.pointer("out"), unit * (size * BYTES[dtype]))
-        some = [read(f, dtype, x, i * BYTES[dtype], lanes) for i in starts]
-        scale = [read(f, vector, factors, i * BYTES[vector], lanes) * size**-0.5 for i in starts]
+        some = [read(dtype, x, i * BYTES[dtype], lanes) for i in starts]
+        scale = [read(vector, factors, i * BYTES[vector], lanes) * size**-0.5 for i in starts]
         if not after:
             some = [a * b for a, b in zip(some, scale, strict=True)]
-        some = transformed(f, some, lanes)
+        some = transformed(some, lanes, size)
         if after:
             some = [a * b for a, b in zip(some, scale, strict=True)]
         for i, numbers in zip(starts, some, strict=True):
-            f.store(rounded(f, isa, numbers, dtype), out, i * BYTES[dtype])
-    return build.kernel(f, isa)
+            f.store(rounded(numbers, dtype), out, i * BYTES[dtype])
+    return build.kernel(f)
 
 
-def transformed(f: Function, some: list[Value], lanes: int) -> list[Value]:
-    """Sylvester's transform, not normalized, of a block in several vectors."""
-    step = 1
-    while step < lanes:  # y[i] = x[i ^ step] + x[i], or - x[i] where i has that bit
-        signs = ", ".join(f"float {-1.0 if i & step else 1.0}" for i in range(lanes))
-        sign, partners = Value(f, f"<{signs}>", vec(lanes, F32)), [i ^ step for i in range(lanes)]
-        some = [f.fma(v, sign, f.shuffle(v, v, partners)) for v in some]
-        step *= 2
-    step = 1
-    while step < len(some):
-        some = [some[i ^ step] - v if i & step else v + some[i ^ step] for i, v in enumerate(some)]
+def transformed(some: list[Value], lanes: int, run: int) -> list[Value]:
+    """Sylvester's transform, not normalized, of each run of so many numbers in several vectors."""
+    f, step = some[0].function, 1
+    while step < run:
+        if step < lanes:  # y[i] = x[i ^ step] + x[i], or - x[i] where i has that bit
+            signs = ", ".join(f"float {-1.0 if i & step else 1.0}" for i in range(lanes))
+            sign = Value(f, f"<{signs}>", vec(lanes, F32))
+            some = [v.fma(sign, v.pick([i ^ step for i in range(lanes)])) for v in some]
+        else:
+            some = butterfly(some, step // lanes)
         step *= 2
     return some
+
+
+def butterfly(x: list[Value], stride: int) -> list[Value]:
+    """Sums of vectors that lie `stride` apart, and their differences."""
+    upper = [i // stride % 2 for i in range(len(x))]
+    return [x[i - stride] - v if upper[i] else v + x[i + stride] for i, v in enumerate(x)]

@@ -8,8 +8,8 @@ from torch.nn.functional import pad
 
 from anybit.core.frame import Rows
 from anybit.kernels.native import ir
-from anybit.kernels.native.decode import InRows, Table
-from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Function, Value, vec
+from anybit.kernels.native.decode import InRows, Table, joined
+from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Value, vec
 from anybit.kernels.native.operand import BLOCK, RUN, Operand
 
 
@@ -65,59 +65,43 @@ class Signed(InRows):
             parts.append(blocked(rows.signs, self.width))
         return torch.cat(parts, -1).flatten(1)
 
-    def unit(
-        self,
-        f: Function,
-        operand: Operand,
-        block: Value,
-        unit: int,
-        table: Table,
-        count: int = BLOCK,
-    ) -> list[Value]:
+    def unit(self, block: Value, unit: int, table: Table, count: int = BLOCK) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order."""
+        f, operand = block.function, table.operand
         per, after = RUN // self.width, BLOCK // self.width
         size, kind = (2, ir.BF16) if operand.kind == "bf16" else (4, F32)
         if unit == 0:
-            self._places(f, operand, block, table, size * self.width // 8)
+            self._places(block, table, size * self.width // 8)
         parts = []
         for i in range(unit * per, (unit + 1) * per):
             # Volatile, for LLVM would take them out of registers, which is slower.
             place = f.emit(f"load volatile i16, ptr {f.at(table.room(after), 2 * i).text}", I16)
-            at = f.cast("zext", place, I64) * 8
+            at = place.cast("zext", I64) * 8
             parts.append(f.load(vec(self.width, kind), table.memory, at))
-        while len(parts) > 1:
-            count = ir.lanes(parts[0].kind)
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [f.shuffle(a, b, range(2 * count)) for a, b in pairs]
-        numbers = parts[0]
+        numbers = joined(parts)
         if self.signed:
             first = after * (8 + self.high) // 8 + unit * RUN // 8
-            minus = f.bits(f.load(I32, block, first), vec(RUN, "i1"))
-            words = f.bits(numbers, vec(RUN, I16 if size == 2 else I32))
-            words = f.select(minus, words ^ (1 << (8 * size - 1)), words)
-            numbers = f.bits(words, numbers.kind)
+            minus = f.load(I32, block, first).bits(vec(RUN, "i1"))
+            words = numbers.bits(vec(RUN, I16 if size == 2 else I32))
+            words = minus.select(words ^ (1 << (8 * size - 1)), words)
+            numbers = words.bits(numbers.kind)
         if operand.vectors == 1:
             return [numbers]
-        order, lanes = operand.order(), RUN // operand.vectors
-        return [
-            f.shuffle(numbers, numbers, order[i * lanes : (i + 1) * lanes])
-            for i in range(operand.vectors)
-        ]
+        return operand.ordered(numbers)
 
-    def _places(
-        self, f: Function, operand: Operand, block: Value, table: Table, scale: int
-    ) -> None:
+    def _places(self, block: Value, table: Table, scale: int) -> None:
         """Put the places of a block's rows in the table, in units of 8 bytes, on the stack."""
-        count, lanes = BLOCK // self.width, operand.isa.bits // 16
+        f, count = block.function, BLOCK // self.width
+        lanes = f.isa.bits // 16
         kind = vec(lanes, I16)
         for first in range(0, count, lanes):
-            at = f.cast("zext", f.load(vec(lanes, I8), block, first), kind)
+            at = f.load(vec(lanes, I8), block, first).cast("zext", kind)
             if self.high:
                 item = min(16, lanes * self.high)  # bits that are loaded as a number
                 some = vec(lanes * self.high // item, f"i{item}")
                 words = f.load(some, block, count + first * self.high // 8)
-                each = f.shuffle(words, words, [i * self.high // item for i in range(lanes)])
-                each = f.cast("zext", each, kind)
+                each = words.pick([i * self.high // item for i in range(lanes)])
+                each = each.cast("zext", kind)
                 down = ", ".join(f"i16 {i * self.high % item}" for i in range(lanes))
                 above = f.emit(f"lshr {kind} {each.text}, <{down}>", kind)
                 at = at | (above & ((1 << self.high) - 1)) << 8

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from anybit.core import tiles
 from anybit.core.packed import Packed
 from anybit.kernels.native import decode, instructions, ir, memory
-from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Function, Value, vec
+from anybit.kernels.native.ir import F32, I8, I16, I32, I64, Value, vec
 from anybit.kernels.native.operand import BLOCK, Operand
 from anybit.kernels.native.rows import Signed
 
@@ -40,38 +40,27 @@ class Steps:
         """Bytes of a block of two rows, of whatever count."""
         return BLOCK * self.code.rate // 4
 
-    def table(self, f: Function, operand: Operand, where: Value) -> "Lookup":
-        return Lookup(f, self, operand, where)
+    def table(self, operand: Operand, where: Value) -> "Lookup":
+        return Lookup(self, operand, where)
 
-    def row(self, f: Function, table: Any, row: Value, blocks: Value, tail: int) -> Value:
+    def row(self, table: Any, row: Value, blocks: Value, tail: int) -> Value:
         """Bytes before the first block of a row, which the table decodes next."""
         pair, size = row & 7, (blocks + (1 if tail else 0)) * self.block_bytes()
-        table.begin(f, row, ((pair + 7 & 7) - pair) * size)
+        table.begin(row, ((pair + 7 & 7) - pair) * size)
         return ((row >> 4 << 3) + pair) * size
 
-    def unit(
-        self,
-        f: Function,
-        operand: Operand,
-        block: Value,
-        unit: int,
-        table: "Lookup",
-        count: int = BLOCK,
-    ) -> list[Value]:
+    def unit(self, block: Value, unit: int, table: "Lookup", count: int = BLOCK) -> list[Value]:
         """The numbers of a unit, in the operand's vectors and order."""
-        some = table.columns(f, block, unit * operand.codes, operand.codes)
-        order, lanes = operand.order(), operand.codes // operand.vectors
-        parts = [
-            f.shuffle(some, some, order[i : i + lanes]) for i in range(0, operand.codes, lanes)
-        ]
+        operand = table.operand
+        parts = operand.ordered(table.columns(block, unit * operand.codes, operand.codes))
         if operand.kind == "fixed":
-            return [f.cast("sext", part, operand.vector) for part in parts]
+            return [part.cast("sext", operand.vector) for part in parts]
         if operand.whole:  # whole numbers from -128 on
             if operand.kind != "s8":
                 parts = [part ^ 128 for part in parts]
-            return [f.cast("zext", part, operand.vector) for part in parts]
-        real = [f.cast("sitofp", part, vec(lanes, F32)) for part in parts]
-        return [f.cast("fptrunc", part, operand.vector) for part in real]  # which hold all of them
+            return [part.cast("zext", operand.vector) for part in parts]
+        real = [part.cast("sitofp", vec(operand.codes // operand.vectors, F32)) for part in parts]
+        return [part.cast("fptrunc", operand.vector) for part in real]  # which hold all of them
 
     def lay_out(self, packed: Packed) -> Tensor:
         """(N / 2, bytes) uint8."""
@@ -104,9 +93,9 @@ Coded = decode.Codes | decode.Vectors | Signed | Steps
 class Lookup:
     """The table, and the rows that are being decoded."""
 
-    def __init__(self, f: Function, steps: Steps, operand: Operand, where: Value):
+    def __init__(self, steps: Steps, operand: Operand, where: Value):
         """where: the table, see `Steps.stored`."""
-        self.code, self.where = steps.code, where
+        self.code, self.operand, self.where, f = steps.code, operand, where, where.function
         self.lanes = operand.isa.bits // 16
         self.parts: list[list[Value]] = []
         if operand.isa.bits == 512:
@@ -116,85 +105,80 @@ class Lookup:
             ]
         self.known: dict[tuple[str, int], Value] = {}
 
-    def begin(self, f: Function, row: Value, above: Value) -> None:
+    def begin(self, row: Value, above: Value) -> None:
         """Decode this row; above: bytes from its lanes to those of the rows above."""
-        second = f.cast("trunc", 0 - (row >> 3 & 1), I16)
-        self.second, self.above = f.splat(second, self.lanes), above
+        second = (0 - (row >> 3 & 1)).cast("trunc", I16)
+        self.second, self.above = second.splat(self.lanes), above
 
-    def columns(self, f: Function, block: Value, first: int, count: int) -> Value:
+    def columns(self, block: Value, first: int, count: int) -> Value:
         """int8 of `count` columns of a block."""
         size = LANES * self.lanes
-        parts = [
-            self._chunk(f, block, i) for i in range(first // size, -(-(first + count) // size))
-        ]
-        while len(parts) > 1:
-            both = range(2 * ir.lanes(parts[0].kind))
-            parts = [f.shuffle(a, b, both) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        chunks = range(first // size, -(-(first + count) // size))
         at = first % size
-        return f.shuffle(parts[0], parts[0], range(at, at + count))
+        return decode.joined([self._chunk(block, i) for i in chunks]).pick(range(at, at + count))
 
-    def _chunk(self, f: Function, block: Value, chunk: int) -> Value:
+    def _chunk(self, block: Value, chunk: int) -> Value:
         """int8 of the columns of a vector of lanes."""
         key = (block.text, chunk)
         if key not in self.known:
-            self.known[key] = self._decoded(f, block, chunk)
+            self.known[key] = self._decoded(block, chunk)
         return self.known[key]
 
-    def _decoded(self, f: Function, block: Value, chunk: int) -> Value:
-        code, (word, above) = self.code, self._bits(f, block, chunk)
-        pairs = self._step(f, word)
+    def _decoded(self, block: Value, chunk: int) -> Value:
+        code, (word, above) = self.code, self._bits(block, chunk)
+        pairs = self._step(word)
         if code.width == 2:  # the last one's bits are the lowest
             bits = 2 * code.rate
-            pairs = self._step(f, word >> bits | above << 16 - bits) + pairs
+            pairs = self._step(word >> bits | above << 16 - bits) + pairs
         tile = vec(self.lanes // LANES, I64)  # columns 0 to 7, and 8 to 15
-        low, high = (f.bits(pair, tile) for pair in pairs)
+        low, high = (pair.bits(tile) for pair in pairs)
         count = ir.lanes(tile)
-        both = f.shuffle(low, high, [i for j in range(count) for i in (j, j + count)])
-        return f.bits(both, vec(LANES * self.lanes, I8))
+        both = low.shuffle(high, [i for j in range(count) for i in (j, j + count)])
+        return both.bits(vec(LANES * self.lanes, I8))
 
-    def _step(self, f: Function, state: Value) -> list[Value]:
+    def _step(self, state: Value) -> list[Value]:
         """Pairs of neighbours of each state: bytes of words."""
         code, kind, n = self.code, state.kind, self.lanes
         h = (state & 255) * code.low + (state >> 8) * code.high
-        signs, low = [h * (code.spread & 0xFFFF)], f.constant(code.spread & 0xFFFF, vec(n, I32))
+        signs = [h * (code.spread & 0xFFFF)]
+        low = h.function.constant(code.spread & 0xFFFF, vec(n, I32))
         if code.width == 4:
-            product = f.cast("zext", h, low.kind) * low
-            signs.append(f.cast("trunc", product >> 16, kind) + h * (code.spread >> 16))
+            product = h.cast("zext", low.kind) * low
+            signs.append((product >> 16).cast("trunc", kind) + h * (code.spread >> 16))
         out = []
-        for pair, sign in zip(self._look(f, h), signs, strict=True):
-            values, minus = (f.bits(some, vec(2 * n, I8)) for some in (pair, sign))
-            negative = f.compare("slt", minus, f.zero(minus.kind))
-            out.append(values ^ f.cast("sext", negative, values.kind))
+        for pair, sign in zip(self._look(h), signs, strict=True):
+            values, minus = (some.bits(vec(2 * n, I8)) for some in (pair, sign))
+            negative = minus < minus.function.zero(minus.kind)
+            out.append(values ^ negative.cast("sext", values.kind))
         return out
 
-    def _look(self, f: Function, h: Value) -> list[Value]:
+    def _look(self, h: Value) -> list[Value]:
         """Words of the table: of steps of four weights from both halves, of two from either."""
-        at, other = h >> 7 & ROWS - 1, f.compare("ne", h & 2, f.zero(h.kind))
+        at, other = h >> 7 & ROWS - 1, (h & 2).compare("ne", h.function.zero(h.kind))
         if self.parts:
             found = [
-                decode.chosen(f, instructions.look_up_words(f, half, at), at, 8)
-                for half in self.parts
+                decode.chosen(instructions.look_up_words(half, at), at, 8) for half in self.parts
             ]
-            return found if self.code.width == 4 else [f.select(other, found[1], found[0])]
+            return found if self.code.width == 4 else [other.select(found[1], found[0])]
         if self.code.width == 2:
-            return [decode.loaded(f, self.where, at + ((h & 2) << 7), I16)]
-        return [decode.loaded(f, f.at(self.where, half), at, I16) for half in (0, 2 * ROWS)]
+            return [decode.loaded(self.where, at + ((h & 2) << 7), I16)]
+        return [decode.loaded(h.function.at(self.where, half), at, I16) for half in (0, 2 * ROWS)]
 
-    def _bits(self, f: Function, block: Value, chunk: int) -> tuple[Value, Value]:
+    def _bits(self, block: Value, chunk: int) -> tuple[Value, Value]:
         """The string of bits that ends in each lane's row: its last 16, and those above them."""
         rate, kind = self.code.rate, vec(self.lanes, I16)
-        own = self._lanes(f, block, chunk)
-        other = self._lanes(f, f.at(block, self.above), chunk)
+        own = self._lanes(block, chunk)
+        other = self._lanes(block.function.at(block, self.above), chunk)
 
         def before(count: int) -> Value:
             """The lowest plane of what is so many lanes before each."""
             size = PLANES[rate][0]
             tile = vec(self.lanes // LANES, f"i{LANES * size}")
-            a, b = (f.bits(lanes[0], tile) for lanes in (own, other))
+            a, b = (lanes[0].bits(tile) for lanes in (own, other))
             moved = a << count * size | b >> (LANES - count) * size
-            return f.cast("zext", f.bits(moved, own[0].kind), kind)
+            return moved.bits(own[0].kind).cast("zext", kind)
 
-        words = [f.cast("zext", plane, kind) for plane in own]
+        words = [plane.cast("zext", kind) for plane in own]
         if rate == 1:
             words = [words[0] | before(1) << 8, before(2)]
         elif rate == 3:
@@ -204,18 +188,18 @@ class Lookup:
         skip, down = divmod(4 * rate, 16)  # of row r, what is before the bits of row r + 8
         found = []
         for at in range(2):
-            low, *high = words[at + skip : at + skip + 2] or [f.zero(kind)]
+            low, *high = words[at + skip : at + skip + 2] or [block.function.zero(kind)]
             first = low >> down
             if high and down:
                 first = first | high[0] << 16 - down
             found.append(first ^ (first ^ words[at]) & self.second)
         return found[0], found[1]
 
-    def _lanes(self, f: Function, block: Value, chunk: int) -> list[Value]:
+    def _lanes(self, block: Value, chunk: int) -> list[Value]:
         """The planes of a vector of lanes."""
         at, planes = 0, []
         for size in PLANES[self.code.rate]:
             kind = vec(self.lanes, {8: I8, 16: I16}[size])
-            planes.append(f.load(kind, block, at + chunk * self.lanes * size // 8))
+            planes.append(block.function.load(kind, block, at + chunk * self.lanes * size // 8))
             at += BLOCK // 4 * size // 8
         return planes

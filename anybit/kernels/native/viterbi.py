@@ -64,7 +64,7 @@ def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
 @cache
 def kernel(spec: Trellis) -> build.Kernel:
     f = _Paths(spec).function
-    return build.kernel(f, spec.isa)
+    return build.kernel(f)
 
 
 class _Paths:
@@ -72,7 +72,7 @@ class _Paths:
 
     def __init__(self, spec: Trellis):
         self.spec, self.lanes = spec, min(spec.isa.floats, spec.ends)
-        self.function = f = Function("paths", NAMES)
+        self.function = f = Function("paths", NAMES, spec.isa)
         ends, steps = spec.ends, spec.steps
         mine = f.take(f.address("slot"), 1) * (ends * (8 + steps))
         self.costs = f.at(f.pointer("scratch"), mine)
@@ -91,7 +91,7 @@ class _Paths:
             with f.loop(0, steps) as i:
                 t = self._less(steps - 1, i)
                 found = self._back(t, end.get())
-                f.store(f.cast("trunc", found, I32), out, t << 2)
+                f.store(found.cast("trunc", I32), out, t << 2)
                 end.set(found >> spec.bits)
 
     def _less(self, number: int, i: Value) -> Value:
@@ -102,7 +102,7 @@ class _Paths:
         f, spec = self.function, self.spec
         step = t if isinstance(t, Value) else f.integer(t)
         top = f.load(I8, self.back, step * spec.ends + end)
-        return end | (f.cast("zext", top, I64) << (spec.state - spec.bits))
+        return end | (top.cast("zext", I64) << (spec.state - spec.bits))
 
     def _pass(self, first: int, count: int, pin: Value | None) -> Value:
         """Costs after `count` steps from step `first` on, around the end; where they lie."""
@@ -125,23 +125,21 @@ class _Paths:
     def _step(self, t: Value, step: Value, costs: Value, new: Value) -> None:
         """One step: the costs of states that end with the same bits, and their top bits."""
         f, spec, n = self.function, self.spec, self.lanes
-        x = [
-            f.splat(f.load(F32, self.x, (step * spec.width + i) << 2), n) for i in range(spec.width)
-        ]
+        x = [f.load(F32, self.x, (step * spec.width + i) << 2).splat(n) for i in range(spec.width)]
         base = f.load(F32, costs)  # taken off, so that costs stay small
-        far = f.compare("ogt", base, FAR / 2)
-        base = f.splat(f.select(far, f.constant(0, F32), base), n)
+        far = base > FAR / 2
+        base = far.select(f.constant(0, F32), base).splat(n)
         together = min(TOGETHER, spec.ends // n)
         tops = 1 << spec.bits
         unrolled = min(tops, UNROLLED)
         kind = vec(n, F32)
-        most = f.bits(f.constant(FAR_BITS, vec(n, I32)), kind)
+        most = f.constant(FAR_BITS, vec(n, I32)).bits(kind)
         with f.loop(0, spec.ends, n * together) as q:
             best = [f.variable(most) for _ in range(together)]
             with f.loop(0, tops, unrolled) as first:
                 for more in range(unrolled):
                     top = first + more
-                    mark = f.splat(f.cast("trunc", top, I32), n)
+                    mark = top.cast("trunc", I32).splat(n)
                     for i in range(together):
                         at = q + i * n
                         cost = self._before(costs, at, top)
@@ -149,16 +147,16 @@ class _Paths:
                         for v in range(spec.width):
                             number = f.load(kind, self.table, (state + (v << spec.state)) << 2)
                             d = number - x[v]
-                            cost = f.fma(d, d, cost)
-                        marked = (f.bits(cost, mark.kind) & -tops) | mark
-                        found, least = f.bits(marked, kind), best[i].get()
-                        smaller = f.compare("olt", found, least)
-                        best[i].set(f.select(smaller, found, least))
+                            cost = d.fma(d, cost)
+                        marked = (cost.bits(mark.kind) & -tops) | mark
+                        found, least = marked.bits(kind), best[i].get()
+                        smaller = found < least
+                        best[i].set(smaller.select(found, least))
             for i in range(together):
                 at, least = q + i * n, best[i].get()
                 f.store(least - base, new, at << 2)
-                top = f.bits(least, vec(n, I32)) & (tops - 1)
-                f.store(f.cast("trunc", top, vec(n, I8)), self.back, t * spec.ends + at)
+                top = least.bits(vec(n, I32)) & (tops - 1)
+                f.store(top.cast("trunc", vec(n, I8)), self.back, t * spec.ends + at)
 
     def _before(self, costs: Value, at: Value, top: Value) -> Value:
         """Costs of the states before `lanes` states from `at` on: 2**B neighbours have one."""
@@ -166,9 +164,9 @@ class _Paths:
         shared = min(1 << spec.bits, n)
         place = ((at >> spec.bits) | (top << (spec.state - 2 * spec.bits))) << 2
         if shared == n:
-            return f.splat(f.load(F32, costs, place), n)
+            return f.load(F32, costs, place).splat(n)
         few = f.load(vec(n // shared, F32), costs, place)
-        return f.shuffle(few, few, [i // shared for i in range(n)])
+        return few.pick([i // shared for i in range(n)])
 
     def _best(self, costs: Value) -> Value:
         """Which of the costs is least."""
@@ -176,7 +174,7 @@ class _Paths:
         least, at = f.variable(f.constant(3e38, F32)), f.variable(f.integer(0))
         with f.loop(0, spec.ends) as q:
             cost = f.load(F32, costs, q << 2)
-            with f.when(f.compare("olt", cost, least.get())):
+            with f.when(cost < least.get()):
                 least.set(cost)
                 at.set(q)
         return at.get()
