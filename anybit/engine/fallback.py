@@ -58,17 +58,7 @@ def load(
         raise InvalidInput(f"{directory}: length={length}, and the model has {positions} positions")
     if cache_options and not kind._can_set_attn_implementation():
         raise no_cache_options(cache_options, reason)
-    model: Any
-    if quantized:
-        model = load_quantized(directory, device, dtype, keep)
-    else:
-        model = load_dense(directory).to(device, dtype)
-        if quantization is not None:
-            set_keep(quantize_(model, quantization), keep)
-    if device.type != "cpu" and dtype == torch.float32:  # which a GPU's kernels do not multiply
-        for _, layer in quantized_layers(model):
-            layer.dtype = dtype
-            layer.prepare()
+    model = read(directory, device, dtype, quantized, quantization, keep)
     length = length or positions or UNLIMITED
     try:
         hosted = Hosted(model.eval(), length)
@@ -85,6 +75,29 @@ def load(
         reason,
     )
     return Generator(model, length)
+
+
+def read(
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantized: bool,
+    quantization: Spec | Plan | None,
+    keep: Keep,
+) -> Any:
+    """transformers' model with its weights, quantized if they are, or as asked."""
+    model: Any
+    if quantized:
+        model = load_quantized(directory, device, dtype, keep)
+    else:
+        model = load_dense(directory).to(device, dtype)
+        if quantization is not None:
+            set_keep(quantize_(model, quantization), keep)
+    if device.type != "cpu" and dtype == torch.float32:  # which a GPU's kernels do not multiply
+        for _, layer in quantized_layers(model):
+            layer.dtype = dtype
+            layer.prepare()
+    return model
 
 
 def no_cache_options(options: list[str], reason: str) -> InvalidInput:
