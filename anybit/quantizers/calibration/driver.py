@@ -10,11 +10,10 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -46,7 +45,7 @@ from anybit.quantizers.columns import recordings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-NONE: Mapping[str, Gradients] = MappingProxyType({})
+Data = Tensor | list[dict[str, Tensor]]  # token ids, or batches of inputs
 
 
 def calibration_of(quantizer: Quantizer) -> Calibration:
@@ -97,75 +96,176 @@ def calibrate(
     config = getattr(model, "config", None)
     finished = FinishedBlocks(calibration.work, settings, getattr(config, "model_type", None))
     weights = {name: linear_at(model, name).weight.numel() for name in schemes}
-    few: dict[str, int] = {}
-    done = 0  # blocks
+    with restored_on_error(model), recordings(), torch.no_grad(), ExitStack() as resident:
+        model.eval()
+        chains = [Chain(model, each, data, stored) for each in lists]
+        for chain in chains:
+            rehearse(chain.runner, chain.at_work)
+            if chain.runner.whole:
+                refuse_whole(model, quantizer, calibration)
+                chain.stay(resident)
+            if "drift" in quantizer.needs:
+                chain.follow()
+        gradients = gradients_of(model, schemes, quantizer, data, chains[0], finished)
+        run = Run(model, schemes, quantizer, calibration.kv_scales, finished, gradients)
+        with progress("calibrating", sum(weights.values())) as step:
+            for chain in chains:
+                for index in range(len(chain.blocks.modules)):
+                    run.block(chain, index)
+                    start = chain.start(index)
+                    step(sum(inside(weights, start).values()), start[:-1])
+                if chain is not chains[-1]:
+                    chain.forget()
+            if outside := run.rest(chains):
+                step(sum(weights[name] for name in outside))
+    if run.few:
+        warnings.warn(words_on(run.few), stacklevel=3)
 
-    resident: set[str] = set()
+
+class Chain:
+    """A list of blocks, and what runs them.
+
+    Attributes:
+        runner: At the block that is to be quantized.
+        dense: Runs the dense model beside, where a quantizer asks how far inputs have drifted.
+        resident: Whether all blocks are at work throughout.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Blocks, data: Data, stored: StoredBlocks | None):
+        self.blocks, self.stored, self.resident = blocks, stored, False
+        self._runner = partial(BlockRunner, model, blocks.modules, data, blocks.encoder)
+        self.runner = self._runner()
+        self.dense: BlockRunner | None = None
+
+    def follow(self) -> None:
+        """Have a runner for the dense model, too, after the rehearsal."""
+        self.dense = self._runner()
+        self.dense.tails, self.dense.carried = self.runner.tails, self.runner.carried
+
+    def start(self, index: int) -> str:
+        """How names of a block's modules begin."""
+        return f"{self.blocks.name}.{index}."
+
+    def loaded(self, index: int) -> AbstractContextManager[None]:
+        """Inside, a block has its weights."""
+        if self.resident or self.stored is None:
+            return nullcontext()
+        return self.stored.loaded(self.blocks.modules[index], self.start(index))
 
     @contextmanager
-    def at_work(found: Blocks, device: torch.device, index: int) -> Iterator[None]:
-        """Inside, a block has its weights, on a device."""
-        if found.name in resident:
-            yield
-            return
-        block = found.modules[index]
-        loaded = stored.loaded(block, f"{found.name}.{index}.") if stored else nullcontext()
-        with loaded, on_device(block, device):
+    def at_work(self, index: int) -> Iterator[None]:
+        """Inside, a block has its weights, on the runner's device."""
+        moved = on_device(self.blocks.modules[index], self.runner.device)
+        with self.loaded(index), nullcontext() if self.resident else moved:
             yield
 
-    with restored_on_error(model), recordings(), torch.no_grad(), ExitStack() as all_at_work:
-        model.eval()
-        runners = [BlockRunner(model, found.modules, data, found.encoder) for found in lists]
-        for found, runner in zip(lists, runners, strict=True):
-            rehearse(runner, partial(at_work, found, runner.device))
-            if runner.whole:
-                refuse_whole(model, quantizer, calibration)
-                for index in range(len(found.modules)):
-                    all_at_work.enter_context(at_work(found, runner.device, index))
-                resident.add(found.name)
-        beside = [dense_runner(runner, data, quantizer) for runner in runners]
-        gradients = dict[str, Gradients]()
-        if "gradients" in quantizer.needs and isinstance(data, Tensor):
-            names = unfinished(schemes, lists[0], finished)
-            with all_loaded(lists[0], stored if names and not resident else None):
-                gradients = output_gradients(model, names, data) if names else {}
-        with progress("calibrating", sum(weights.values())) as step:
-            for found, runner, dense in zip(lists, runners, beside, strict=True):
-                for index, block in enumerate(found.modules):
-                    start = f"{found.name}.{index}."
-                    own = inside(schemes, start)
-                    with at_work(found, runner.device, index):
-                        if dense is not None and (not own or finished.holds(done)):
-                            dense.advance(index)
-                        if not finished.restore(done, block, own, start) and own:
-                            given = inside(gradients, start)
-                            with under_all_names(model) if runner.whole else nullcontext():
-                                few |= quantize_block(
-                                    block, own, quantizer, runner, index, start, dense, given
-                                )
-                        runner.advance(index, calibration.kv_scales)
-                        finished.save(done, block, start)
-                    done += 1
-                    trim_memory()
-                    step(sum(inside(weights, start).values()), start[:-1])
-                if found is not lists[-1]:
-                    runner.forget()
-                    if dense is not None:
-                        dense.forget()
-            starts = tuple(f"{found.name}." for found in lists)
-            outside = {n: s for n, s in schemes.items() if not n.startswith(starts)}
-            if outside:
-                few |= quantize_rest(model, outside, quantizer, runners[-1], beside[-1], gradients)
-                step(sum(weights[name] for name in outside))
-    if few:
-        warnings.warn(words_on(few), stacklevel=3)
+    def stay(self, resident: ExitStack) -> None:
+        """Have all blocks at work from now on."""
+        for index in range(len(self.blocks.modules)):
+            resident.enter_context(self.at_work(index))
+        self.resident = True
+
+    def forget(self) -> None:
+        """Let go of all inputs; the last block has been run."""
+        for runner in (self.runner, self.dense):
+            if runner is not None:
+                runner.forget()
+
+
+@dataclass
+class Run:
+    """Quantizes blocks in turn, and what lies behind them.
+
+    Attributes:
+        model: As in `calibrate`, like `schemes` and `quantizer`.
+        kv_scales: As in `Calibration`.
+        finished: Blocks that an earlier run has left.
+        gradients: Of layers, if the quantizer needs them.
+        few: Layers that saw fewer tokens than they have inputs, and how many they saw.
+        done: Blocks.
+    """
+
+    model: nn.Module
+    schemes: Mapping[str, str]
+    quantizer: Quantizer
+    kv_scales: bool
+    finished: FinishedBlocks
+    gradients: Mapping[str, Gradients]
+    few: dict[str, int] = field(default_factory=dict)
+    done: int = 0
+
+    def block(self, chain: Chain, index: int) -> None:
+        """Quantize a block, unless it is finished, and go on to the next."""
+        block, start, dense = chain.blocks.modules[index], chain.start(index), chain.dense
+        own, number = inside(self.schemes, start), self.done
+        with chain.at_work(index):
+            if dense is not None and (not own or self.finished.holds(number)):
+                dense.advance(index)
+            if not self.finished.restore(number, block, own, start) and own:
+                with under_all_names(self.model) if chain.runner.whole else nullcontext():
+                    self.quantize(chain, index, own)
+            chain.runner.advance(index, self.kv_scales)
+            self.finished.save(number, block, start)
+        self.done += 1
+        trim_memory()
+
+    def quantize(self, chain: Chain, index: int, schemes: Mapping[str, str]) -> None:
+        """Collect statistics of a block's layers, transform it and quantize it.
+
+        schemes: Of these layers, by names relative to the block.
+        """
+        block, runner, start = chain.blocks.modules[index], chain.runner, chain.start(index)
+        gradients, quantizer = inside(self.gradients, start), self.quantizer
+        output, outputs = partial(runner.output, index), runner.outputs(index)
+        needs, weights = needed(quantizer, schemes), weights_in(gradients)
+        split = "hessian" in needs and not quantizer.whole_block
+        parts = split_by_memory(block, schemes) if split else [dict(schemes)]
+        if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
+            light = tuple(name for name in needs if name not in ("hessian", "drift"))
+            seen = runner.collect(index, schemes, light)
+            quantizer.transform(Block(block, schemes, seen, output))
+        for number, part in enumerate(parts):
+            dense = None if number else chain.dense  # experts get other tokens in the dense model
+            statistics: Mapping[str, Statistics] = runner.collect(
+                index, part, needs, dense, weights
+            )
+            self.few |= too_few_tokens(statistics, block, start)
+            if len(parts) == 1:
+                statistics = quantizer.transform(Block(block, part, statistics, output))
+            if dense is None:
+                groups = [part]
+            else:
+                dense.copies[index] = copy.deepcopy(block)
+                groups = in_turns(part, statistics)
+            for turn, group in enumerate(groups):
+                if turn:  # on the outputs of the quantized layers before it
+                    statistics = runner.collect(index, group, needs, dense, weights)
+                known = joined(statistics, gradients)
+                quantizer.quantize_block(Block(block, group, known, output, outputs))
+            if dense is not None:
+                dense.advance(index)
+                dense.copies.clear()
+
+    def rest(self, chains: list[Chain]) -> Mapping[str, str]:
+        """Quantize the layers outside of all blocks, which have run; their schemes."""
+        starts = tuple(f"{chain.blocks.name}." for chain in chains)
+        own = {n: s for n, s in self.schemes.items() if not n.startswith(starts)}
+        if own:
+            needs, weights = needed(self.quantizer, own), weights_in(self.gradients)
+            after, last = len(chains[-1].blocks.modules), chains[-1]
+            statistics = last.runner.collect(after, own, needs, last.dense, weights)
+            self.few |= too_few_tokens(statistics, self.model, "")
+            known = joined(statistics, self.gradients)
+            quantize_layers(self.model, own, self.quantizer, known)
+            forget_dtypes(self.model.get_submodule(name) for name in own)
+        return own
 
 
 def check_model(
     model: nn.Module,
     quantizer: Quantizer,
     calibration: Calibration,
-    data: Tensor | list[dict[str, Tensor]],
+    data: Data,
     several: bool,
 ) -> None:
     """Raise InvalidInput for what a model has not: scales of a cache, or gradients.
@@ -205,91 +305,24 @@ def words_on(few: Mapping[str, int]) -> str:
     )
 
 
-@contextmanager
-def all_loaded(found: Blocks, stored: StoredBlocks | None) -> Iterator[None]:
-    """Inside, all blocks have their weights, on the CPU."""
-    with ExitStack() as whole:
-        for index, block in enumerate(found.modules if stored else ()):
-            assert stored is not None
-            whole.enter_context(stored.loaded(block, f"{found.name}.{index}."))
-        yield
-
-
-def unfinished(schemes: Mapping[str, str], found: Blocks, finished: FinishedBlocks) -> list[str]:
-    """Layers outside of the blocks that an earlier run has left in the work folder."""
-    held = (i for i in range(len(found.modules)) if finished.holds(i))
-    ready = tuple(f"{found.name}.{i}." for i in held)
-    return [name for name in schemes if not name.startswith(ready)]
-
-
-def quantize_block(
-    block: nn.Module,
-    schemes: Mapping[str, str],
-    quantizer: Quantizer,
-    runner: BlockRunner,
-    index: int,
-    prefix: str,
-    dense: BlockRunner | None = None,
-    gradients: Mapping[str, Gradients] = NONE,
-) -> dict[str, int]:
-    """Collect statistics of one block's layers, transform it and quantize it.
-
-    Args:
-        block: Block `index` of the runner.
-        schemes: Its layers to quantize, by names relative to it.
-        quantizer: Chooses the codes.
-        runner: Holds the block's inputs.
-        index: Of the block.
-        prefix: The block's name in the model, with a dot at its end.
-        dense: Runs the dense model beside; is at the next block afterwards.
-        gradients: Of its layers, if the quantizer needs them.
-
-    Returns:
-        Names of the layers that saw fewer tokens than they have inputs, and how many they saw.
-    """
-    output, outputs = partial(runner.output, index), runner.outputs(index)
-    needs, few, weights = needed(quantizer, schemes), dict[str, int](), weights_in(gradients)
-    split = "hessian" in needs and not quantizer.whole_block
-    parts = split_by_memory(block, schemes) if split else [dict(schemes)]
-    if len(parts) > 1:  # without Hessians, what `transform` needs of all layers is small
-        light = tuple(name for name in needs if name not in ("hessian", "drift"))
-        quantizer.transform(Block(block, schemes, runner.collect(index, schemes, light), output))
-    for number, part in enumerate(parts):
-        beside = None if number else dense  # experts get other tokens in the dense model
-        statistics: Mapping[str, Statistics] = runner.collect(index, part, needs, beside, weights)
-        few |= too_few_tokens(statistics, block, prefix)
-        if len(parts) == 1:
-            statistics = quantizer.transform(Block(block, part, statistics, output))
-        if beside is None:
-            seen = joined(statistics, gradients)
-            quantizer.quantize_block(Block(block, part, seen, output, outputs))
-            continue
-        beside.copies[index] = copy.deepcopy(block)
-        for turn, group in enumerate(in_turns(part, statistics)):
-            if turn:  # on the outputs of the quantized layers before it
-                statistics = runner.collect(index, group, needs, beside, weights)
-            seen = joined(statistics, gradients)
-            quantizer.quantize_block(Block(block, group, seen, output, outputs))
-        beside.advance(index)
-        beside.copies.clear()
-    return few
-
-
-def quantize_rest(
+def gradients_of(
     model: nn.Module,
     schemes: Mapping[str, str],
     quantizer: Quantizer,
-    runner: BlockRunner,
-    dense: BlockRunner | None,
-    gradients: Mapping[str, Gradients],
-) -> dict[str, int]:
-    """Quantize the layers outside of all blocks; arguments and result as of `quantize_block`."""
-    needs, after = needed(quantizer, schemes), len(runner.blocks)
-    statistics = runner.collect(after, schemes, needs, dense, weights_in(gradients))
-    few = too_few_tokens(statistics, model, "")
-    quantize_layers(model, schemes, quantizer, joined(statistics, gradients))
-    forget_dtypes(model.get_submodule(name) for name in schemes)
-    return few
+    data: Data,
+    chain: Chain,
+    finished: FinishedBlocks,
+) -> dict[str, Gradients]:
+    """Of all layers but those of finished blocks, if the quantizer needs them."""
+    if "gradients" not in quantizer.needs or not isinstance(data, Tensor):
+        return {}
+    every = range(len(chain.blocks.modules))
+    ready = tuple(chain.start(i) for i in every if finished.holds(i))
+    names = [name for name in schemes if not name.startswith(ready)]
+    with ExitStack() as whole:
+        for index in every if names else ():
+            whole.enter_context(chain.loaded(index))
+        return output_gradients(model, names, data) if names else {}
 
 
 def weights_in(gradients: Mapping[str, Gradients]) -> dict[str, Tensor]:
@@ -322,17 +355,6 @@ def in_turns(
         kind = of_all_experts(first.setdefault(id(statistics[name]), name))
         groups.setdefault(kind, {})[name] = scheme
     return list(groups.values())
-
-
-def dense_runner(
-    runner: BlockRunner, data: Tensor | list[dict[str, Tensor]], quantizer: Quantizer
-) -> BlockRunner | None:
-    """A second runner, for the dense model, where a quantizer asks how far inputs have drifted."""
-    if "drift" not in quantizer.needs:
-        return None
-    dense = BlockRunner(runner.model, runner.blocks, data, runner.encoder)
-    dense.tails, dense.carried = runner.tails, runner.carried
-    return dense
 
 
 def needed(quantizer: Quantizer, schemes: Mapping[str, str]) -> tuple[str, ...]:
@@ -391,7 +413,7 @@ def settings_of(
     schemes: Mapping[str, str],
     quantizer: Quantizer,
     calibration: Calibration,
-    data: Tensor | list[dict[str, Tensor]],
+    data: Data,
     stored: StoredBlocks | None,
 ) -> dict[str, str]:
     """What a resumed run must have in common with the one before, by name."""
