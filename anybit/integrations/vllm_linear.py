@@ -158,30 +158,21 @@ class Stored(AnybitLinearMethod):
             original = partial(self.original, self.names[0])
         seen = set[str]()
         for key in self.source.keys(self.names):
-            theirs = Foreign(key, self.source, self.names, receivers, seen, original)
+            theirs = ForeignLinear(key, self.source, receivers, seen)
+            theirs.stand_for(self.names[0], original)
             layer.register_parameter(key, theirs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if "parts" in layer._modules:
             return
-        pieces = layer.pieces
-        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Empty)}
-        device = next(iter(receivers.values())).device
-        for piece in pieces:
+        for piece in layer.pieces:
             if piece.apart:
                 logger.warning(
                     "%s: format %s cannot be divided along K; this rank's part is dense",
                     piece.name,
                     piece.format.spec,
                 )
-            if is_dummy():
-                fill(piece, device)
-        weights = [(piece.finish(), None if piece.apart else piece.activation) for piece in pieces]
-        for key in receivers:  # first: other tools' tensors may have the name that `finish` gives
-            delattr(layer, key)
-        self.finish(layer, weights)
-        layer.pieces.clear()  # which receivers take as a sign that all is read
-        del layer.pieces
+        self.finish(layer, taken(layer, layer.pieces))
 
 
 @register_weight_loader_v2_supported_method
@@ -378,50 +369,75 @@ class Receiver(Empty):
 class Foreign(Empty):
     """Stands for a tensor of another tool. The first one of a layer brings all of ours.
 
-    members: names of the layers, one for each part of a merged layer, or one that is merged already
-    (`names` of a tensor are torch's). receivers: of our tensors. seen: layers that are loaded, as
-    all placeholders know them.
+    receivers: of our tensors. seen: layers that are loaded, as all placeholders know them.
     """
 
     def __new__(cls, *args: Any) -> "Foreign":
         return super().__new__(cls, torch.empty(0))
 
-    def __init__(
-        self,
-        key: str,
-        source: Source,
-        members: list[str],
-        receivers: Mapping[str, Receiver],
-        seen: set[str],
-        original: Callable[[str], StoredTensor] | None,
-    ):
+    def __init__(self, key: str, source: Source, receivers: Mapping[str, Any], seen: set[str]):
         super().__init__(self.data)
-        self.key, self.source, self.members = key, source, members
-        self.receivers, self.seen = receivers, seen
-        self.original = original(key) if original is not None and source.has(members[0]) else None
+        self.key, self.source, self.receivers, self.seen = key, source, receivers, seen
+
+    @property
+    def first(self) -> Any:
+        """One of the receivers."""
+        return next(iter(self.receivers.values()))
+
+    def bring(self, name: str, loaded: Tensor, *where: Any) -> None:
+        """Hand over what a layer becomes; of a dense one, this tensor. where: as vLLM says it."""
+        tensors = {self.key: loaded}
+        if self.source.has(name):
+            tensors = {} if name in self.seen else self.source.tensors(name)
+            self.seen.add(name)
+        for key, tensor in tensors.items():
+            receiver = self.receivers[key]
+            receiver.load(receiver, tensor, *where)
+
+
+class ForeignLinear(Foreign):
+    """Of a layer that may be merged, in vLLM or in the checkpoint already."""
+
+    original: StoredTensor | None = None
+
+    def stand_for(self, name: str, find: Callable[[str], StoredTensor] | None) -> None:
+        """name: of the first layer. find: the tensor of one that is merged in the checkpoint."""
+        self.member = name
+        if find is not None and self.source.has(name):
+            self.original = find(self.key)
 
     @property
     def output_dim(self) -> int | None:
         """Along which models may rearrange a layer that is merged in the checkpoint."""
         if self.original is None:
             return None
-        rows, shape = self.source.rows(self.members[0]), self.original.shape
+        rows, shape = self.source.rows(self.member), self.original.shape
         return shape.index(rows) if rows in shape else None
 
-    def load(self, param: "Foreign", loaded: Tensor, shard_id: Any = None) -> None:
-        pieces = next(iter(self.receivers.values())).pieces
+    def load(self, param: Foreign, loaded: Tensor, shard_id: Any = None) -> None:
+        pieces = self.first.pieces
         check_open(pieces)
         name = pieces[numbers(shard_id, len(pieces))[0]].name
-        tensors = {self.key: loaded}
-        if self.source.has(name):
-            if self.original is not None:
-                remedy = "as only a checkpoint of anybit allows; make one with `anybit convert`"
-                check_unmoved(loaded, self.original, name, remedy)
-            tensors = {} if name in self.seen else self.source.tensors(name)
-            self.seen.add(name)
-        for key, tensor in tensors.items():
-            receiver = self.receivers[key]
-            receiver.load(receiver, tensor, *(() if shard_id is None else (shard_id,)))
+        if self.original is not None and self.source.has(name):
+            remedy = "as only a checkpoint of anybit allows; make one with `anybit convert`"
+            check_unmoved(loaded, self.original, name, remedy)
+        self.bring(name, loaded, *(() if shard_id is None else (shard_id,)))
+
+
+def taken(layer: Any, pieces: Iterable[Piece]) -> list[Weight]:
+    """The weights of pieces that are read, whose receivers the layer then no longer has."""
+    # Other tools' tensors may have the names that the weights get.
+    receivers = [(k, p) for k, p in layer._parameters.items() if isinstance(p, Empty)]
+    weights: list[Weight] = []
+    for piece in pieces:
+        if is_dummy():
+            fill(piece, receivers[0][1].device)
+        weights.append((piece.finish(), None if piece.apart else piece.activation))
+    for key, _ in receivers:
+        delattr(layer, key)
+    layer.pieces.clear()  # which receivers take as a sign that all is read
+    del layer.pieces
+    return weights
 
 
 def check_open(pieces: Sized) -> None:

@@ -26,12 +26,12 @@ from anybit.errors import InvalidInput, Unsupported
 from anybit.integrations.vllm_foreign import Source
 from anybit.integrations.vllm_linear import (
     Empty,
+    Foreign,
     check,
     check_open,
-    fill,
-    is_dummy,
     nothing,
     quantized,
+    taken,
 )
 from anybit.integrations.vllm_products import Experts, all_experts, one_by_one
 from anybit.integrations.vllm_ready import register_experts
@@ -203,29 +203,25 @@ class StoredExperts(AnybitMoEMethod):
                 continue
             receivers = {key: Receiver(key, layer.pieces, to_local, rank) for key in keys}
             names = {at: name for at, name in self.names.items() if at[1] in SHARDS[kind]}
-            seen = set[tuple[int, str]]()
+            seen = set[str]()
             for key in self.source.keys(names.values()):
-                theirs = Foreign(key, self.source, names, receivers, seen)
+                theirs = ForeignExperts(key, self.source, receivers, seen)
+                theirs.layers = names
                 layer.register_parameter(f"{kind}_{key}", theirs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if "w13" in layer._modules:
             return
-        receivers = {k: p for k, p in layer._parameters.items() if isinstance(p, Empty)}
-        device = next(iter(receivers.values())).device
-        weights: dict[str, list[list[Weight]]] = {kind: [] for kind in SHARDS}
-        for at in range(layer.local_num_experts):
-            for kind, rows in weights.items():
-                pieces = [layer.pieces[at, shard] for shard in self.shards(kind)]
-                if is_dummy():
-                    for piece in pieces:
-                        fill(piece, device)
-                rows.append([(p.finish(), None if p.apart else p.activation) for p in pieces])
+        places = [*layer.pieces]
+        found = dict(zip(places, taken(layer, layer.pieces.values()), strict=True))
+        weights = {
+            kind: [
+                [found[at, shard] for shard in self.shards(kind)]
+                for at in range(layer.local_num_experts)
+            ]
+            for kind in SHARDS
+        }
         self.finish(layer, weights)
-        for key in receivers:
-            delattr(layer, key)
-        layer.pieces.clear()  # which receivers take as a sign that all is read
-        del layer.pieces
 
 
 class OnLoadExperts(AnybitMoEMethod):
@@ -315,31 +311,14 @@ class Receiver(Empty):
         return True
 
 
-class Foreign(Empty):
-    """Stands for a tensor of another tool. The first one of a projection brings all of ours.
+class ForeignExperts(Foreign):
+    """Of all experts. layers: names of each (expert, shard)."""
 
-    names: of each (expert, shard). receivers: of our tensors. seen: projections that are loaded,
-    as all placeholders know them.
-    """
-
-    def __new__(cls, *args: Any) -> "Foreign":
-        return super().__new__(cls, torch.empty(0))
-
-    def __init__(
-        self,
-        key: str,
-        source: Source,
-        names: dict[tuple[int, str], str],
-        receivers: Mapping[str, Receiver],
-        seen: set[tuple[int, str]],
-    ):
-        super().__init__(self.data)
-        self.key, self.source, self.names = key, source, names
-        self.receivers, self.seen = receivers, seen
+    layers: Mapping[tuple[int, str], str]
 
     def load(
         self,
-        param: "Foreign",
+        param: Foreign,
         loaded_weight: Tensor,
         weight_name: str,
         shard_id: str,
@@ -347,16 +326,9 @@ class Foreign(Empty):
         return_success: bool = False,
     ) -> bool:
         """What a model calls with each tensor; False for an expert of another rank."""
-        first = next(iter(self.receivers.values()))
-        check_open(first.pieces)
-        at = expert_id, shard_id
-        tensors, name = {self.key: loaded_weight}, self.names[at]
-        if first.to_local(expert_id) < 0:
+        check_open(self.first.pieces)
+        if self.first.to_local(expert_id) < 0:
             return False
-        if self.source.has(name):
-            tensors = {} if at in self.seen else self.source.tensors(name)
-            self.seen.add(at)
-        for key, tensor in tensors.items():
-            receiver = self.receivers[key]
-            receiver.load(receiver, tensor, weight_name, shard_id, expert_id)
+        name = self.layers[expert_id, shard_id]
+        self.bring(name, loaded_weight, weight_name, shard_id, expert_id)
         return True
