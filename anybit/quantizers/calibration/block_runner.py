@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,18 @@ from anybit.quantizers.calibration.statistics import SAMPLE, Statistics
 BATCH = {"cpu": 1024, "cuda": 16384}  # tokens in one forward pass; a GPU waits for its launches
 
 Batch = Mapping[str, Tensor]
+
+
+class Visit(NamedTuple):
+    """A call of a block: its index, its forward, and what that is given."""
+
+    at: int
+    forward: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+Each = Callable[[Visit], Any]  # in the place of a block
 
 
 class BlockRunner:
@@ -223,11 +235,11 @@ class BlockRunner:
         if self.whole:
             return self._run_whole(index, inputs, (batch, samples))
 
-        def real(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            output, tail = parted(self._run_block(at, forward, args, kwargs))
-            self.tails[at] = None if tail is None else len(tail)
+        def real(visit: Visit) -> Any:
+            output, tail = parted(self._run_block(visit))
+            self.tails[visit.at] = None if tail is None else len(tail)
             if advancing:
-                chosen = self.carried.get(at, frozenset())
+                chosen = self.carried.get(visit.at, frozenset())
                 kept = [x if i in chosen else None for i, x in enumerate(tail or ())]
                 self.passed[batch] = to_each(tuple(kept), lambda x: x.to(self.home))
             raise Done(output)
@@ -236,8 +248,9 @@ class BlockRunner:
         found = self.run_one(index, inputs, hidden, passed, real, (batch, samples), cache)
         return torch.empty(0) if found is None else found
 
-    def _run_block(self, at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What block `at`, or its copy, returns on `device`; notes what it reads."""
+    def _run_block(self, visit: Visit) -> Any:
+        """What a block, or its copy, returns on `device`; notes what it reads."""
+        at, forward, args, kwargs = visit
         if self.device != self.home:
             args, kwargs = to_each((args, kwargs), lambda x: x.to(self.device))
         beside = (args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"})
@@ -254,9 +267,9 @@ class BlockRunner:
         found: list[Tensor] = []
         inside = index < len(self.blocks)
 
-        def each(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            out = self._run_block(at, forward, args, kwargs)
-            if inside and at in self.whole[index]:
+        def each(visit: Visit) -> Any:
+            out = self._run_block(visit)
+            if inside and visit.at in self.whole[index]:
                 found.append(parted(out)[0])
             return to_each(out, lambda x: x.to(self.home))
 
@@ -272,7 +285,7 @@ class BlockRunner:
         inputs: Batch,
         hidden: Tensor | None,
         passed: tuple[Any, ...],
-        real: Callable[[int, Callable[..., Any], Any, Any], Any],
+        real: Each,
         key: Any,
         cache: Any = None,
     ) -> Any:
@@ -283,7 +296,7 @@ class BlockRunner:
             inputs: Of the model.
             hidden: The block's input; None for the first block's.
             passed: What the block before it returned beside that.
-            real: Called with index, forward and the arguments of the block; raises `Done`.
+            real: Called in the place of the block; raises `Done`.
             key: By which the output of the encoder is kept.
             cache: For keys and values.
 
@@ -291,14 +304,15 @@ class BlockRunner:
             What `real` is done with; None after the last block.
         """
 
-        def skip(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        def skip(visit: Visit) -> Any:
+            at, _, args, kwargs = visit
             if hidden is not None:
                 if args:
                     args = (hidden, *args[1:])
                 else:
                     kwargs = kwargs | {"hidden_states": hidden}
             if at == index:
-                return real(at, forward, args, kwargs)
+                return real(visit._replace(args=args, kwargs=kwargs))
             x, tail = args[0] if args else kwargs["hidden_states"], self.tails.get(at)
             return x if tail is None else (x, *(*passed, *(None,) * tail)[:tail])
 
@@ -315,7 +329,7 @@ class BlockRunner:
     def run_all(
         self,
         inputs: Batch,
-        each: Callable[[int, Callable[..., Any], Any, Any], Any],
+        each: Each,
         key: Any = None,
         **options: Any,
     ) -> None:
@@ -323,7 +337,7 @@ class BlockRunner:
 
         Args:
             inputs: Of the model.
-            each: Called with index, forward and arguments of a block.
+            each: Called in the place of a block.
             key: By which the output of the encoder is kept; None: it is computed anew.
             options: More arguments of the model.
 
@@ -337,7 +351,7 @@ class BlockRunner:
             return self.encoded[key]
 
         def replaced(at: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: each(at, forward, args, kwargs)
+            return lambda *args, **kwargs: each(Visit(at, forward, args, kwargs))
 
         uses_cache = self.tokens or "use_cache" in inspect.signature(self.model.forward).parameters
         given: dict[str, Any] = {k: v.to(self.home) for k, v in inputs.items()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from anybit.errors import InvalidInput
-from anybit.quantizers.calibration.block_runner import BlockRunner, Done, parted, to_each
+from anybit.quantizers.calibration.block_runner import BlockRunner, Done, Visit, parted, to_each
 
 TOKENS = 64
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
@@ -48,7 +48,8 @@ def rehearse(runner: BlockRunner, at_work: Callable[[int], AbstractContextManage
     calls: list[Call] = []
     results: list[Any] = []  # as they were returned, of the block before
 
-    def watch(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def watch(visit: Visit) -> Any:
+        at, forward, args, kwargs = visit
         leaves = {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         if calls:
             carried = frozenset(i for i, x in enumerate(results) if id(x) in leaves)
@@ -104,9 +105,9 @@ def runs_in_parts(runner: BlockRunner, calls: list[Call], sample: Mapping[str, T
     return True
 
 
-def take(at: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def take(visit: Visit) -> Any:
     """In the place of a block: what it was called with."""
-    raise Done((args, kwargs))
+    raise Done((visit.args, visit.kwargs))
 
 
 def same(a: Any, b: Any) -> bool:
