@@ -86,7 +86,7 @@ def product(target: Target, scheme: str, folder: str = "") -> Made:
     number |= {torch.int16: "*i16", torch.int32: "*i32"}
     kinds: dict[str, Any] = dict.fromkeys(("M", "N", "K", "PADDED", "PIECES", "X_STRIDE"), "i32")
     kinds |= {
-        "x": "*i8" if layout.unit == 8 else "*fp16", "scale": "*fp16", "x_scale": "*fp32",
+        "x": "*i8" if layout.unit == 8 else "*fp16", "scale": "*fp16",
         "words": ({16: "*i16", 8: "*i8"}[layout.unit],) * len(layout.segments)
         if not fmt.window else ("*i32",),
         "grid": tuple(number[entry.default_dtype] for _, entry in layout.grid),
@@ -94,13 +94,13 @@ def product(target: Target, scheme: str, folder: str = "") -> Made:
     }  # fmt: skip
     constants = {
         "LAYOUT": layout, "DECODE": decode, "MODE": layout.scale_mode,
-        "HAS_X_SCALE": activation is not None, "HAS_BIAS": activation is not None, "EVEN_K": True,
-        "TOKENS": 16, "ROWS": 64, "SHARED": False, "CUT": 1, "STEPS": 1, "STAGES": 2, "BAND": 8,
+        "EVEN_K": True, "TOKENS": 16, "ROWS": 64, "SHARED": False, "CUT": 1, "STEPS": 1,
+        "STAGES": 2, "BAND": 8,
     }  # fmt: skip
     if activation:
-        kinds |= {"bias": "*fp32", "pairs": "*i32"}
+        kinds |= {"x_scale": "*fp32", "bias": "*fp32", "pairs": "*i32"}
     else:
-        constants |= {"bias": None, "pairs": None}
+        constants |= {"x_scale": None, "bias": None, "pairs": None}
     if fmt.window:
         given = dict.fromkeys(("FIRST", "COUNT", "KEPT", "ZERO"), "i32")
         given |= {"x": "*fp32", "ends": "*i32", "back": "*i16"}

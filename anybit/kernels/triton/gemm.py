@@ -36,8 +36,7 @@ MOST_SUMS = 64  # of a thread, up to which it has registers for a group's sums a
 def gemm(
     x, x_scale, words, scale, grid, factor, bias, y, partial, locks, pairs,
     M, N, K, PADDED, PIECES, X_STRIDE, SPLIT,
-    LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, HAS_X_SCALE: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    LAYOUT: tl.constexpr, DECODE: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
     SHARED: tl.constexpr, CUT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BAND: tl.constexpr,
@@ -77,10 +76,7 @@ def gemm(
             )  # fmt: skip
 
     if not SHARED:
-        _store(
-            acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N,
-            MODE, HAS_X_SCALE, HAS_FACTOR, HAS_BIAS,
-        )  # fmt: skip
+        _store(acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N, MODE)
     else:
         tiles = tiles_m * tiles_n
         at = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
@@ -93,10 +89,7 @@ def gemm(
                 theirs = partial + (tl.cast(other, tl.int64) * tiles + tile) * (ROWS * TOKENS)
                 acc += tl.load(theirs + at)
             tl.store(locks + tile, 0)
-            _store(
-                acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N,
-                MODE, HAS_X_SCALE, HAS_FACTOR, HAS_BIAS,
-            )  # fmt: skip
+            _store(acc, x_scale, scale, factor, bias, y, pairs, n, m, M, N, MODE)
 
 
 @triton.jit
@@ -154,24 +147,21 @@ def _store(
     M,
     N,
     MODE: tl.constexpr,
-    HAS_X_SCALE: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """Scales of rows and tokens and the bias, in fp32; then the output's dtype."""
     acc = acc.to(tl.float32)
     if MODE == "row":
         acc *= tl.load(scale + n).to(tl.float32)[:, None]
-    if HAS_FACTOR:
+    if factor is not None:
         acc *= tl.load(factor + n)[:, None]
-    if HAS_X_SCALE:
+    if x_scale is not None:
         acc *= tl.load(x_scale + m, mask=m < M, other=0)[None, :]
     there, row = m < M, m
     if pairs is not None:
         two = tl.load(pairs)
         there = there & ((m >= 2 * two) | (m % 2 == 0))
         row = m - tl.minimum((m + 1) // 2, two)
-    if HAS_BIAS:
+    if bias is not None:
         offset = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
         acc += offset if pairs is None else tl.where(there[None, :], offset, 0.0)
     if pairs is not None:  # outputs of second rows are added to those before them
@@ -197,7 +187,6 @@ def dense(
     PADDED,
     LAYOUT: tl.constexpr,
     DECODE: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """The decoded weight (N, K) in w's dtype; a program writes ROWS rows of a granule."""
@@ -214,7 +203,7 @@ def dense(
         if lang.new_groups(LAYOUT, j):
             value = grid_of(grid, first, n, PADDED, LAYOUT)
         s = load_grid(scale, GROUP, COLUMNS, 1, first, n, PADDED)
-        if HAS_FACTOR:
+        if factor is not None:
             s = s.to(tl.float32) * tl.load(factor + n)[:, None]
         own = words_of(tiles, j, first, n, K, LAYOUT, 1)
         v = DECODE(FORMAT, (own, j, LAYOUT, DTYPE, value)).to(DTYPE).to(tl.float32) * s
@@ -381,9 +370,7 @@ def launch(
         gemm[plan.grid](
             x, x_scale, words, scale, grid, factor, bias, y,
             x.new_empty(shape, dtype=accumulator), locks, pairs,
-            m, n, k, scale.shape[1], plan.pieces, x.stride(0), plan.grid[1],
-            HAS_X_SCALE=x_scale is not None, HAS_FACTOR=factor is not None,
-            HAS_BIAS=bias is not None, **plan.constants,
+            m, n, k, scale.shape[1], plan.pieces, x.stride(0), plan.grid[1], **plan.constants,
         )  # fmt: skip
     except OutOfResources as error:
         more = TAKEN.get((layout, x.dtype), 0) * error.required / error.limit
@@ -477,7 +464,6 @@ def launch_dense(prepared: list[Tensor], layout: Layout, w: Tensor) -> None:
         scale.shape[1],
         LAYOUT=layout,
         DECODE=lang.jit(type(layout.fmt).triton_decode),
-        HAS_FACTOR=factor is not None,
         ROWS=DENSE_ROWS,
     )
 

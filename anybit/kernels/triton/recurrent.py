@@ -129,48 +129,19 @@ def _convolve(
         if SILU:
             y = _sigmoid_times(y.to(tl.float32)).to(out.dtype.element_ty)
         tl.store(out + (first + t) * C + c, y, mask=live)
-    if kept is not None:
-        for which in tl.static_range(2):
+    KEPT: tl.constexpr = 2 if kept is not None else 0
+    LAST: tl.constexpr = 1 if to is not None else 0
+    for which in tl.static_range(KEPT + LAST):
+        at, place = count, target
+        if which < KEPT:
             at, place = _kept(kept, i, TEXTS, which)
-            for j in tl.static_range(K - 1):
-                v = _at(
-                    x,
-                    own,
-                    c,
-                    live,
-                    going,
-                    first,
-                    at + j - (K - 1),
-                    row,
-                    places,
-                    i,
-                    RING,
-                    C,
-                    X_STRIDE,
-                    K,
-                )
-                to_kept = window + (place.to(tl.int64) * (K - 1) + j) * C + c
-                tl.store(to_kept, v, mask=live & (place > 0) & (row > 0))
-    if to is not None:
         for j in tl.static_range(K - 1):  # what is read later lies behind what is written
             v = _at(
-                x,
-                own,
-                c,
-                live,
-                going,
-                first,
-                count + j - (K - 1),
-                row,
-                places,
-                i,
-                RING,
-                C,
-                X_STRIDE,
+                x, own, c, live, going, first, at + j - (K - 1), row, places, i, RING, C, X_STRIDE,
                 K,
-            )
-            after = window + (target * (K - 1) + j) * C + c
-            tl.store(after, v, mask=live & (target > 0) & (row > 0))
+            )  # fmt: skip
+            after = window + (place.to(tl.int64) * (K - 1) + j) * C + c
+            tl.store(after, v, mask=live & (place > 0) & (row > 0))
 
 
 @triton.jit
@@ -459,7 +430,7 @@ def gated_norm(
     """`Family.gated_norm`."""
     tokens, n = len(x), x.shape[1] // groups
     x, gate = x.contiguous(), side_by_side(gate)
-    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    out = x.new_empty(x.shape, dtype=gate.dtype)
     if tokens:
         wide = next_power_of_2(n)
         _gated_norm[(tokens, groups)](
