@@ -107,7 +107,7 @@ def penalized(logits: Tensor, index: list[int], rows: "list[Row]", given: Tensor
     if len(index) < len(logits):
         which = numbers(index, logits.device)[which]
     at = which * logits.shape[1] + tokens
-    held = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
+    held = logits.new_zeros(logits.numel(), dtype=torch.int32)
     counts = held.scatter_add_(0, at, counts)[at]
     out = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     x = out.view(-1)[at]

@@ -118,7 +118,7 @@ class Codebook(Format):
         books = grid["codebook"].float()
         scale = divisor(grid["scale"])
         vectors = ungroup(grouped(w, scale) / scale[..., None]).reshape(-1, self.v)
-        codes = torch.empty(len(vectors), self.m, dtype=torch.int32, device=w.device)
+        codes = w.new_empty(len(vectors), self.m, dtype=torch.int32)
         norms = books.square().sum(2)
         step = chunk(books.shape[1], w.device)
         for start in range(0, len(vectors), step):

@@ -229,7 +229,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     score = (q @ k.transpose(2, 3) * scale / cap).tanh() * cap
     if mask is None:
-        mask = torch.ones(score.shape[2:], dtype=torch.bool, device=q.device).tril()
+        mask = q.new_ones(score.shape[2:], dtype=torch.bool).tril()
     score = score.masked_fill(~mask, float("-inf"))
     return score.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
@@ -239,7 +239,7 @@ def with_sinks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sinks as a key: 1 in a channel of its own, where queries hold sinks and other keys zero."""
     if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     own = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
     k, v = (F.pad(x, (0, 1, 0, 1)) for x in (k, v))
     k[..., -1, -1] = 1

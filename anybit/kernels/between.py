@@ -301,7 +301,7 @@ class Family:
         self, x: Tensor, routing: Routing, activation: str | None = None
     ) -> Tensor | Activations:
         """x (T, K) -> a row for each choice; quantized before, if `activation` says so."""
-        order = torch.empty(routing.rows.numel(), dtype=torch.int64, device=x.device)
+        order = x.new_empty(routing.rows.numel(), dtype=torch.int64)
         flat = routing.rows.flatten().long()
         order[flat] = torch.arange(len(flat), device=x.device)
         token = order // routing.rows.shape[1]

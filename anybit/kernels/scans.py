@@ -444,5 +444,5 @@ def between(total: Tensor) -> Tensor:
     total: sums (..., L) of the logarithms of each token's factor.
     """
     size = total.shape[-1]
-    later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
+    later = total.new_ones(size, size, dtype=torch.bool).triu(1)
     return (total[..., None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()

@@ -125,7 +125,7 @@ class Hosted(Decoder):
     def logits(self, hidden: Tensor) -> Tensor:
         tail = copy.copy(self.model)  # the same modules but for one
         tail._modules = {**self.model._modules, self.base: Given(hidden[None])}
-        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        ids = hidden.new_zeros(1, len(hidden), dtype=torch.long)
         return tail(ids, use_cache=False).logits[0]
 
     @property
@@ -135,7 +135,7 @@ class Hosted(Decoder):
     def _run(self, step: Step, tokens: Tensor, positions: Tensor, masked: bool) -> Tensor:
         """Hidden states (T, hidden). masked: with a mask that keeps transformers from making one,
         which takes tokens at positions that jump for texts of their own, and waits to see it."""
-        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=tokens.device) if masked else None
+        mask = tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool) if masked else None
         token = current.set(step)
         try:
             out = self.model._modules[self.base](
@@ -195,7 +195,7 @@ class Hosted(Decoder):
                 positions=at.repeat(2),
                 slots=torch.cat([row[at // size] * size + at % size for row in tables]),
                 tables=tables,
-                contexts=torch.full((2,), last, dtype=torch.int32, device=ids.device),
+                contexts=ids.new_full((2,), last, dtype=torch.int32),
                 starts=torch.arange(3, device=ids.device, dtype=torch.int32) * count,
                 queries=[count] * 2,
                 lengths=[last] * 2,

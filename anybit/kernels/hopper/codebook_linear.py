@@ -87,7 +87,7 @@ def multiply(
     """
     (n, k), m, dtype = prepared.shape, len(x), x.dtype
     if not m:
-        return torch.empty(0, n, dtype=dtype, device=x.device)
+        return x.new_empty(0, n, dtype=dtype)
     found = chosen(prepared.format, m, n, k, dtype, x.device, way)
     if found is None:
         return multiply_decoded(x, prepared, bias)

@@ -69,7 +69,7 @@ def multiply(
     (m, k), rows = x.shape, len(weight) // parts
     launcher, grid = chosen(x.dtype, m, len(weight), k, x.device, tile, parts)
     n = whole(rows)
-    y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    y = x.new_empty(m, n)
     bias = offsets(bias, n if parts == 1 else 2 * rows, x.dtype)
     values = {"x": x, "w": weight, "bias": bias, "y": y, "m": m, "n": n, "k": k, "rows": rows}
     launcher.launch(values, grid, True)

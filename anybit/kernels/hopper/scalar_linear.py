@@ -142,7 +142,7 @@ def multiply(
     """
     m, (n, k) = x.shape[0], prepared.shape
     if not m:
-        return torch.empty(0, n, dtype=dtype, device=x.device)
+        return x.new_empty(0, n, dtype=dtype)
     experts, fmt = 0 if starts is None else len(starts) - 1, prepared.format
     way = chosen(fmt, prepared.activation, x.dtype, m, n, k, dtype, x.device, choice, experts)
     if not way.launches:
@@ -164,7 +164,7 @@ def multiply_decoded(
     """The library's products with a decoded weight, or with some of its rows at a time."""
     n, k = prepared.shape
     rows = choices.decoded_rows(k)
-    y = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    y = x.new_empty(len(x), n)
     blobs, row_scale, row_zero, *table = prepared.layout
     for start in range(0, n, rows):
         end = min(start + rows, n)
@@ -192,7 +192,7 @@ def quantizing(
     if not choices.choose(d, 1, n, k, chip, tuned.winner(cell, 1, device)).few:
         return None
     kernel = quantizing_kernel(d, chip, n, k, NAMES[dtype])
-    return kernel and mma.launch_of(kernel, tiles.gpu_for(chip), device, 1, n, k)
+    return mma.launch_of(kernel, tiles.gpu_for(chip), device, 1, n, k) if kernel else None
 
 
 @tuned.cached

@@ -42,7 +42,7 @@ def multiply(
     """
     m, (n, k) = len(x), prepared.shape
     if not m:
-        return torch.empty(0, n, dtype=x.dtype, device=x.device)
+        return x.new_empty(0, n)
     if kernel is None:
         if codebook_tiles.decodes(cut(prepared.format), m):
             return multiply_decoded(x, prepared, bias)

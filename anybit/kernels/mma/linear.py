@@ -98,9 +98,9 @@ def decoded(x: Tensor, kernel: Kernel, prepared: Prepared) -> Tensor:
     n, k = prepared.shape[0], x.shape[1]
     if x.dtype == torch.int8:
         n = len(prepared.layout[0]) * ROWS
-        w = torch.empty(n // ROWS, k_tiles(k), ROWS * K_TILE, dtype=torch.uint8, device=x.device)
+        w = x.new_empty(n // ROWS, k_tiles(k), ROWS * K_TILE, dtype=torch.uint8)
     else:
-        w = torch.empty(n, k, dtype=x.dtype, device=x.device)
+        w = x.new_empty(n, k)
     values: dict[str, Tensor | int] = dict.fromkeys(ProductArguments._fields, 0)
     values |= zip(("w", "row_scale", "row_zero", "table"), prepared.layout, strict=False)
     values |= {"x": x, "y": w, "m": 1, "n": n, "k": k}

@@ -307,7 +307,7 @@ def _columns(x, order, out, N, X_STRIDE, WIDE: tl.constexpr, PDL: tl.constexpr):
 def columns(x: Tensor, order: Tensor) -> Tensor:
     """x (M, K) with columns in another order (N,)."""
     x, n = side_by_side(x), len(order)
-    out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)
+    out = x.new_empty(len(x), n)
     if len(x):
         _columns[(len(x), -(-n // COLUMNS))](
             x, order, out, n, x.stride(0), WIDE=COLUMNS, num_warps=4, **overlap(x.device)
@@ -334,7 +334,7 @@ def rotate(
     m, k = x.shape
     size = block(k)
     strides = x.stride(0), 0 if gate is None else gate.stride(0)
-    out = torch.empty(m, k, dtype=x.dtype, device=x.device)
+    out = x.new_empty(m, k)
     units = m * (k // size)
     tile = 1 if units <= ALONE else BLOCKS
     if units:
@@ -381,9 +381,9 @@ def quantize(
     """
     m, k = (y := x.y if isinstance(x, Unturned) else x).shape
     rows = pairs.rows if pairs else m
-    out = torch.empty(rows, k, dtype=dtype or CODES[activation], device=y.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=y.device)
-    total = torch.empty(rows if sums else 0, dtype=torch.int32, device=y.device)
+    out = y.new_empty(rows, k, dtype=dtype or CODES[activation])
+    scale = y.new_empty(rows, dtype=torch.float32)
+    total = y.new_empty(rows if sums else 0, dtype=torch.int32)
     residual, parts = None, Parts(None, total if sums else None)
     few = m * -(-k // COLUMNS) <= (PROGRAMS if vector is None else 4 * PROGRAMS)
     if k > WIDEST and (vector is not None or (gate is not None and few)):
@@ -391,7 +391,7 @@ def quantize(
             x, residual = add_norm(y, *norm)
         if few:
             columns = COLUMNS if vector is None else block(k)
-            most = torch.empty(m, -(-k // columns), dtype=torch.float32, device=y.device)
+            most = y.new_empty(m, -(-k // columns), dtype=torch.float32)
             parts = parts._replace(most=most)
         if vector is not None:
             x = rotate(x, vector, False, gate, parts)
@@ -406,7 +406,7 @@ def add_norm(
     x: Tensor, delta: Tensor | Unturned | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm(x + delta) * weight and x + delta, all (M, K); without a delta, of x."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     return out, _launch(x, out, norm=(delta, weight, eps))
 
 
@@ -414,7 +414,7 @@ def silu_mul(gate: Tensor, up: Tensor, parts: Parts = WHOLE) -> Tensor:
     """SiLU(gate) * up, both (M, K)."""
     m, k = up.shape
     gate, up = side_by_side(gate), side_by_side(up)
-    out = torch.empty(m, k, dtype=up.dtype, device=up.device)
+    out = up.new_empty(m, k)
     if m:
         _silu_mul[(m, -(-k // COLUMNS))](
             gate,
@@ -449,7 +449,7 @@ def _launch(
     x, *x_turn = read(x)
     other, *other_turn = NOTHING if other is None else read(other)
     m, k = x.shape
-    residual = x if delta is None else torch.empty(m, k, dtype=x.dtype, device=x.device)
+    residual = x if delta is None else x.new_empty(m, k)
     count = 0 if parts.most is None else parts.most.shape[1]
     wide, size = COLUMNS if count else next_power_of_2(k), 0 if vector is None else block(k)
     if m:

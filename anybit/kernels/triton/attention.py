@@ -380,8 +380,8 @@ def attend(
     shape = (*q.shape[:2], most)
     parts, sums, maxima = out, None, None
     if most > 1:
-        parts = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
-        sums, maxima = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        parts = q.new_empty(*shape, dim, dtype=torch.float32)
+        sums, maxima = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
     if single:
         attention_int8._attend_int8[(kv_heads, batch, splits)](
             q, *planes(cache), tables, contexts, owners, parts, sums, maxima,

@@ -247,7 +247,7 @@ def write(
         qkv, size = finished(qkv), 0
     qkv, *turn = read(qkv)
     tokens = len(qkv)
-    q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q = qkv.new_empty(tokens, heads, dim)
     if tokens:
         q_norm, k_norm, eps = norms or (None, None, 0.0)
         k, v = kv or (None, None)

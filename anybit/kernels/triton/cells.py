@@ -1,6 +1,5 @@
 """Codebook weights as kernels in CuTe DSL read them -> a dense weight, for many tokens."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,7 +50,7 @@ def decode(
     """The weight (N, K) in the codebook's dtype; `cute.cells.pack` made the tensors."""
     n, k = shape
     books, _, width = book.shape
-    out = torch.empty(n, k, dtype=book.dtype, device=book.device)
+    out = book.new_empty(n, k)
     _decode[(blocks.shape[1], blocks.shape[0])](
         blocks, row_scale, book, out, n, k, BOOKS=books, WIDTH=width, GROUPS=groups
     )

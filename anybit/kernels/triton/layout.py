@@ -218,7 +218,7 @@ def prepare(packed: Packed, activation: str | None) -> list[Tensor]:
         out.append(t.contiguous())
     if factor is not None:
         out.append(pad(factor.flatten(), (0, rows - n)))
-    out.append(torch.zeros(LOCKS, dtype=torch.int32, device=codes.device))
+    out.append(codes.new_zeros(LOCKS, dtype=torch.int32))
     return out
 
 

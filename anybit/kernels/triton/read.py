@@ -25,7 +25,7 @@ def read(data: Tensor, config: tuple[int, int, int]) -> Tensor:
     block, programs, warps = config
     count = torch.cuda.get_device_properties(data.device).multi_processor_count
     grid = min(count * programs, -(-data.numel() // block))
-    out = torch.empty(grid, dtype=torch.int32, device=data.device)
+    out = data.new_empty(grid, dtype=torch.int32)
     _read[(grid,)](data, out, data.numel(), BLOCK=block, num_warps=warps)
     return out
 

@@ -228,10 +228,10 @@ def spread(x: Tensor, routing: Routing, activation: str | None = None) -> Tensor
     (tokens, k), top, count = x.shape, rows.shape[1], rows.numel()
     sums = activation == "int8"
     x, kind = side_by_side(x), x.dtype if activation is None else CODES[activation]
-    out = torch.empty(count, k, dtype=kind, device=x.device)
+    out = x.new_empty(count, k, dtype=kind)
     some = count if activation else 0
-    scale = torch.empty(some, dtype=torch.float32, device=x.device)
-    total = torch.empty(count if sums else 0, dtype=torch.int32, device=x.device)
+    scale = x.new_empty(some, dtype=torch.float32)
+    total = x.new_empty(count if sums else 0, dtype=torch.int32)
     parts = top if tokens <= FEW else 1
     if tokens:
         wide = next_power_of_2(k)
@@ -261,7 +261,7 @@ def combine(y: Tensor, routing: Routing, weight: Tensor, bias: Tensor | None = N
     starts, rows, owners = routing
     (tokens, top), n = rows.shape, y.shape[1]
     y, weight = y.contiguous(), weight.contiguous()
-    out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
+    out = y.new_empty(tokens, n)
     if tokens:
         _combine[(tokens, -(-n // COLUMNS))](
             y,
@@ -284,7 +284,7 @@ def combine(y: Tensor, routing: Routing, weight: Tensor, bias: Tensor | None = N
 def clamped(y: Tensor, owners: Tensor, bias: Tensor, alpha: float, limit: float) -> Tensor:
     """`Family.clamped`."""
     m, n = y.shape[0], y.shape[1] // 2
-    out = torch.empty(m, n, dtype=y.dtype, device=y.device)
+    out = y.new_empty(m, n)
     if m:
         _clamped[(m, -(-n // COLUMNS))](
             y,

@@ -266,9 +266,9 @@ def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
     state = (len(table) - 1).bit_length()
     size = steps << (state - fmt.bits)
     most = max(1, MOST_BACK // size)
-    out = torch.empty(n, steps, dtype=torch.int32, device=x.device)
-    ends = torch.empty(n, dtype=torch.int32, device=x.device)
-    back = torch.empty(min(n, most) * size // 2, dtype=torch.int16, device=x.device)
+    out = x.new_empty(n, steps, dtype=torch.int32)
+    ends = x.new_empty(n, dtype=torch.int32)
+    back = x.new_empty(min(n, most) * size // 2, dtype=torch.int16)
     for begin in range(0, n, most):
         at = slice(begin, min(n, begin + most))
         given, own, found = x[at].contiguous(), ends[at], out[at]
