@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from numbers import Real
 from operator import index
 from typing import Any
@@ -107,29 +108,12 @@ def biases(name: str, value: Any) -> dict[int, float]:
     return found
 
 
-LOGPROBS = whole(0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None", optional=True)
+def checked(check: Check, default: Any) -> Any:
+    """A field of a dataclass, whose values are what `check` makes of those given."""
+    return field(default=default, metadata={"check": check})
+
+
 FLAG = instance(bool, "True or False")
-CHECKS: dict[str, Check] = {
-    "n": whole(1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
-    "max_tokens": whole(0, None, "0 or more, or None", optional=True),
-    "temperature": real("0 (greedy) to 100", lambda x: 0 <= x <= 100),
-    "top_k": lambda name, k: max(whole(-1, None, "0 or -1 (all tokens), or more")(name, k), 0),
-    "top_p": real("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "min_p": real("0 to 1", lambda x: 0 <= x <= 1),
-    "repetition_penalty": real("above 0, at most 100", lambda x: 0 < x <= 100),
-    "presence_penalty": real("-2 to 2", lambda x: -2 <= x <= 2),
-    "frequency_penalty": real("-2 to 2", lambda x: -2 <= x <= 2),
-    "logit_bias": biases,
-    "structured": instance(Structured, "a Structured, such as Structured(json=...)", optional=True),
-    "seed": whole(-MAX_SEED, MAX_SEED, "64 bits, or None", optional=True),
-    "stop": strings,
-    "include_stop_str_in_output": FLAG,
-    "stop_token_ids": tokens,
-    "min_tokens": whole(0, None, "0 or more"),
-    "ignore_eos": FLAG,
-    "logprobs": LOGPROBS,
-    "prompt_logprobs": LOGPROBS,
-    "embed": FLAG,
-    "shown": tokens,
-    "adapter": instance(str, "the name of an adapter", optional=True),
-}
+LOGPROBS = whole(0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None", optional=True)
+PENALTY = real("-2 to 2", lambda x: -2 <= x <= 2)
+STRUCTURED = instance(Structured, "a Structured, such as Structured(json=...)", optional=True)

@@ -8,7 +8,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from anybit.engine.checks import CHECKS
+from anybit.engine.checks import (
+    FLAG,
+    LOGPROBS,
+    MAX_SEED,
+    PENALTY,
+    STRUCTURED,
+    biases,
+    checked,
+    instance,
+    real,
+    strings,
+    tokens,
+    whole,
+)
 from anybit.engine.checks import MAX_LOGPROBS as MAX_LOGPROBS
 from anybit.engine.checks import MAX_SAMPLES as MAX_SAMPLES
 from anybit.engine.structured import Structured
@@ -46,32 +59,34 @@ class SamplingParams:
     Raises InvalidInput or InvalidType that name the field for a value that cannot be.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    structured: Structured | None = None
-    seed: int | None = None
-    stop: Items[str] = ()
-    include_stop_str_in_output: bool = False
-    stop_token_ids: Items[int] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    embed: bool = False
-    shown: Items[int] = ()
-    adapter: str | None = None
+    n: int = checked(whole(1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"), 1)
+    max_tokens: int | None = checked(whole(0, None, "0 or more, or None", optional=True), 16)
+    temperature: float = checked(real("0 (greedy) to 100", lambda x: 0 <= x <= 100), 1.0)
+    top_k: int = checked(
+        lambda name, k: max(whole(-1, None, "0 or -1 (all tokens), or more")(name, k), 0), 0
+    )
+    top_p: float = checked(real("above 0 and at most 1", lambda x: 0 < x <= 1), 1.0)
+    min_p: float = checked(real("0 to 1", lambda x: 0 <= x <= 1), 0.0)
+    repetition_penalty: float = checked(real("above 0, at most 100", lambda x: 0 < x <= 100), 1.0)
+    presence_penalty: float = checked(PENALTY, 0.0)
+    frequency_penalty: float = checked(PENALTY, 0.0)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"check": biases})
+    structured: Structured | None = field(default=None, metadata={"check": STRUCTURED})
+    seed: int | None = checked(whole(-MAX_SEED, MAX_SEED, "64 bits, or None", optional=True), None)
+    stop: Items[str] = checked(strings, ())
+    include_stop_str_in_output: bool = checked(FLAG, False)
+    stop_token_ids: Items[int] = checked(tokens, ())
+    min_tokens: int = checked(whole(0, None, "0 or more"), 0)
+    ignore_eos: bool = checked(FLAG, False)
+    logprobs: int | None = checked(LOGPROBS, None)
+    prompt_logprobs: int | None = checked(LOGPROBS, None)
+    embed: bool = checked(FLAG, False)
+    shown: Items[int] = checked(tokens, ())
+    adapter: str | None = checked(instance(str, "the name of an adapter", optional=True), None)
 
     def __post_init__(self) -> None:
-        for name, check in CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for name, form in self.__dataclass_fields__.items():
+            object.__setattr__(self, name, form.metadata["check"](name, getattr(self, name)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInput(
                 f"min_tokens={self.min_tokens} is out of range: <= max_tokens={self.max_tokens}"
