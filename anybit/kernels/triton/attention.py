@@ -382,28 +382,26 @@ def attend(
     if most > 1:
         parts = q.new_empty(*shape, dim, dtype=torch.float32)
         sums, maxima = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    caches = q, *planes(cache), tables, contexts
+    given = (
+        owners, parts, sums, maxima, sinks if most == 1 else None, tables.stride(0), batch, most,
+        scale * 1.4426950408889634,
+    )  # fmt: skip
+    options = {
+        "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "BLOCK": block, "WINDOW": window or 0,
+        "EACH": each, "TOKENS": tile.tokens, "num_warps": tile.warps, "num_stages": tile.stages,
+        **steps, **overlap(q.device),
+    }  # fmt: skip
     if single:
-        attention_int8._attend_int8[(kv_heads, batch, splits)](
-            q, *planes(cache), tables, contexts, owners, parts, sums, maxima,
-            sinks if most == 1 else None, tables.stride(0), batch, most,
-            scale * 1.4426950408889634,
-            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0, EACH=each,
-            TOKENS=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **steps,
-            **overlap(q.device),
-        )  # fmt: skip
+        attention_int8._attend_int8[(kv_heads, batch, splits)](*caches, *given, **options)
     else:
         tiles = batch * -(-each * group // rows)
         if longest > 1:  # at most one tile of each sequence is not full
             tiles = -(-len(q) * group // rows) + batch
+        sequences = next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0
         _attend[(tiles, kv_heads, splits)](
-            q, *planes(cache), tables, contexts, starts, owners, parts, sums, maxima,
-            sinks if most == 1 else None, tables.stride(0), batch, most,
-            scale * 1.4426950408889634,
-            KV_HEADS=kv_heads, GROUP=group, D=dim, BLOCK=block, WINDOW=window or 0, EACH=each,
-            ROWS=rows, TOKENS=tile.tokens,
-            SEQUENCES=next_power_of_2(max(batch, MOST_PROMPTS)) if longest > 1 else 0,
-            num_warps=tile.warps, num_stages=tile.stages, **steps, **overlap(q.device),
-        )  # fmt: skip
+            *caches, starts, *given, ROWS=rows, SEQUENCES=sequences, **options
+        )
     if most > 1:
         _combine[((len(q) - first) * heads,)](
             parts, sums, maxima, contexts if longest == 1 else None, owners, sinks, out,

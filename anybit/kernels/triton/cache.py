@@ -58,7 +58,6 @@ def _write(
     V_STEP: tl.constexpr,
     K_GRID: tl.constexpr,
     V_GRID: tl.constexpr,
-    NORM: tl.constexpr,
     TOGETHER: tl.constexpr,
     TURN: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,7 +92,7 @@ def _write(
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     if first < HEADS + KV_HEADS:
-        if NORM:
+        if q_weight is not None:
             low, high = tl.load(q_weight + d), tl.load(q_weight + HALF + d)
             low = tl.where(first < HEADS, low, tl.load(k_weight + d))
             high = tl.where(first < HEADS, high, tl.load(k_weight + HALF + d))
@@ -114,26 +113,34 @@ def _write(
     else:
         if slot >= 0:  # a padded row of a graph has nowhere to go
             if first < HEADS + KV_HEADS:
-                head -= HEADS
-                page = slot // BLOCK * KV_HEADS + head
-                k_to, k_grids = k_cache + page * K_STEP, k_scale
-                if K_KIND == "int4" or K_KIND == "dynamic":
-                    k_grids += page * K_GRID + slot % BLOCK
-                if K_KIND == "int4":
-                    _store_int4(a, b, k_to, k_grids, slot, BLOCK, GROUPS, False)
-                else:
-                    _store(a, b, k_to, k_grids, slot, head, BLOCK, K_KIND, False)
+                _put(
+                    a, b, k_cache, k_scale, slot, head - HEADS, KV_HEADS, BLOCK, K_KIND, GROUPS,
+                    K_STEP, K_GRID, False,
+                )  # fmt: skip
             else:
-                head -= HEADS + KV_HEADS
-                page = slot // BLOCK * KV_HEADS + head
-                v_to, v_grids = v_cache + page * V_STEP, v_scale
-                if V_KIND == "int4" or V_KIND == "dynamic":
-                    v_grids += page * V_GRID + slot % BLOCK
-                TURNED: tl.constexpr = V_KIND != "model"
-                if V_KIND == "int4":
-                    _store_int4(a, b, v_to, v_grids, slot, BLOCK, GROUPS, TURNED)
-                else:
-                    _store(a, b, v_to, v_grids, slot, head, BLOCK, V_KIND, TURNED)
+                _put(
+                    a, b, v_cache, v_scale, slot, head - HEADS - KV_HEADS, KV_HEADS, BLOCK, V_KIND,
+                    GROUPS, V_STEP, V_GRID, V_KIND != "model",
+                )  # fmt: skip
+
+
+@triton.jit
+def _put(
+    a, b, cache, scales, slot, head, KV_HEADS, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    GROUPS: tl.constexpr, STEP: tl.constexpr, GRID: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Both halves (heads, HALF) of a token's heads (heads, 1) to its slot of K or V.
+
+    TURNED: tokens of a block lie side by side for each channel.
+    """
+    page = slot // BLOCK * KV_HEADS + head
+    to = cache + page * STEP
+    if KIND == "int4" or KIND == "dynamic":
+        scales += page * GRID + slot % BLOCK
+    if KIND == "int4":
+        _store_int4(a, b, to, scales, slot, BLOCK, GROUPS, TURNED)
+    else:
+        _store(a, b, to, scales, slot, head, BLOCK, KIND, TURNED)
 
 
 @triton.jit
@@ -161,7 +168,7 @@ def _butterfly(x, STRIDE: tl.constexpr):
 def _store_int4(
     a, b, to, grids, slot, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TURNED: tl.constexpr
 ):
-    """Both halves of a token's heads in int4, with GROUPS grids each; see `_store`."""
+    """Both halves of a token's heads in int4, with GROUPS grids each; see `_put`."""
     HALF: tl.constexpr = a.shape[1]
     d = tl.arange(0, HALF)[None, :]
     at = to + d * BLOCK + slot % BLOCK if TURNED else to + slot % BLOCK * HALF + d
@@ -196,10 +203,9 @@ def _int4(x, GROUPS: tl.constexpr):
 def _store(
     a, b, to, scales, slot, head, BLOCK: tl.constexpr, KIND: tl.constexpr, TURNED: tl.constexpr
 ):
-    """Both halves (heads, HALF) of a token's heads (heads, 1), quantized if the cache is int8.
+    """`_put`, quantized if the cache is int8.
 
-    to (heads, 1): where the heads' block begins. scales: of the token, or static ones. TURNED:
-    tokens of a block lie side by side for each channel.
+    to (heads, 1): where the heads' block begins. scales: of the token, or static ones.
     """
     HALF: tl.constexpr = a.shape[1]
     d = tl.arange(0, HALF)[None, :]
@@ -271,7 +277,6 @@ def write(
             HALF=dim // 2,
             BLOCK=block,
             **kinds(cache),
-            NORM=norms is not None,
             TOGETHER=together,
             TURN=size,
             num_warps=together,

@@ -355,72 +355,28 @@ def recur(
     channels, taps = conv.weight.shape
     mixed = empty(tokens, channels, dtype=x.dtype, device=device)
     _convolve[(count, -(-channels // CHANNELS))](
-        x,
-        conv.weight,
-        conv.bias,
-        states[0],
-        *given,
-        mixed,
-        size,
-        ring,
-        count,
-        channels,
-        x.stride(0),
-        K=taps,
-        SILU=conv.act is not None,
-        WIDE=CHANNELS,
-        num_warps=4,
+        x, conv.weight, conv.bias, states[0], *given, mixed, size, ring, count, channels,
+        x.stride(0), K=taps, SILU=conv.act is not None, WIDE=CHANNELS, num_warps=4,
         **overlap(device),
-    )
+    )  # fmt: skip
     if isinstance(scan, Convolution):
         return mixed
     out = empty(tokens, scan.width, dtype=torch.float32, device=device)
-    rest, sizes = x[:, channels:], (size, ring, count, x.stride(0))
+    heads = scan.a.numel()
     if isinstance(scan, StateSpace):
-        groups, heads = len(scan.a), scan.a.numel()
-        wide = next_power_of_2(scan.states)
-        tile = min(next_power_of_2(scan.dim), max(1, STATE // wide))
-        _space[(count, heads * -(-scan.dim // tile))](
-            mixed,
-            rest,
-            scan.a,
-            scan.d,
-            scan.dt_bias,
-            states[1],
-            *given,
-            out,
-            *sizes,
-            HEADS=heads,
-            GROUPS=groups,
-            DIM=scan.dim,
-            STATES=scan.states,
-            TILE=tile,
-            WIDE=wide,
-            num_warps=4,
-            **overlap(device),
-        )
-        return out
-    wide, v_heads = next_power_of_2(scan.dim), len(scan.a)
-    tile = min(next_power_of_2(scan.v_dim), max(1, STATE // wide))
-    _delta[(count, v_heads * -(-scan.v_dim // tile))](
-        mixed,
-        rest,
-        scan.a,
-        scan.dt_bias,
-        states[1],
-        *given,
-        out,
-        *sizes,
-        HEADS=scan.heads,
-        V_HEADS=v_heads,
-        DIM=scan.dim,
-        V_DIM=scan.v_dim,
-        SCALE=scan.dim**-0.5,
-        TILE=tile,
-        WIDE=wide,
-        num_warps=4,
-        **overlap(device),
-    )
+        kernel, weights = _space, (scan.a, scan.d, scan.dt_bias)
+        sizes = {"HEADS": heads, "GROUPS": len(scan.a), "DIM": scan.dim, "STATES": scan.states}
+        wide, dim = next_power_of_2(scan.states), scan.dim
+    else:
+        kernel, weights = _delta, (scan.a, scan.dt_bias)
+        sizes = {"HEADS": scan.heads, "V_HEADS": heads, "DIM": scan.dim, "V_DIM": scan.v_dim}
+        sizes["SCALE"] = scan.dim**-0.5
+        wide, dim = next_power_of_2(scan.dim), scan.v_dim
+    tile = min(next_power_of_2(dim), max(1, STATE // wide))
+    kernel[(count, heads * -(-dim // tile))](
+        mixed, x[:, channels:], *weights, states[1], *given, out, size, ring, count, x.stride(0),
+        TILE=tile, WIDE=wide, num_warps=4, **sizes, **overlap(device),
+    )  # fmt: skip
     return out
 
 

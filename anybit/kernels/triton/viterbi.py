@@ -261,6 +261,13 @@ def _walk(
 def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
     """`anybit.kernels.viterbi.paths`, of steps of 1 or 2 weights, or of few different vectors."""
     vectors, which = distinct(table.to(x.device)) if fmt.width > 1 else (None, None)
+    if vectors is None:
+        kernel, options = _forward, {"ZERO": 0, "LAYOUT": Layout(fmt), "num_warps": warps(fmt)}
+        options["DECODE"] = lang.jit(type(fmt).triton_decode)
+    else:
+        kernel, options = _forward_looked_up, {"vectors": vectors, "which": which}
+        options |= {"VECTORS": vectors.shape[1], "WIDTH": fmt.width, "BITS": fmt.bits}
+        options["num_warps"] = LOOKED_UP_WARPS
     x = x.clamp(-MOST, MOST)
     n, steps, _ = x.shape
     state = (len(table) - 1).bit_length()
@@ -277,40 +284,10 @@ def paths(x: Tensor, table: Tensor, fmt: Format, lead: int) -> Tensor:
             (False, steps - lead, 2 * lead, lead),
             (True, 0, steps, steps),
         ):
-            if vectors is None:
-                _forward[grid](
-                    given,
-                    own,
-                    back,
-                    first,
-                    count,
-                    kept,
-                    0,
-                    PINNED=pinned,
-                    LAYOUT=Layout(fmt),
-                    DECODE=lang.jit(type(fmt).triton_decode),
-                    STATE=state,
-                    STEPS=steps,
-                    num_warps=warps(fmt),
-                )
-            else:
-                _forward_looked_up[grid](
-                    given,
-                    vectors,
-                    which,
-                    own,
-                    back,
-                    first,
-                    count,
-                    kept,
-                    PINNED=pinned,
-                    VECTORS=vectors.shape[1],
-                    WIDTH=fmt.width,
-                    BITS=fmt.bits,
-                    STATE=state,
-                    STEPS=steps,
-                    num_warps=LOOKED_UP_WARPS,
-                )
+            kernel[grid](
+                given, ends=own, back=back, FIRST=first, COUNT=count, KEPT=kept, PINNED=pinned,
+                STATE=state, STEPS=steps, **options,
+            )  # fmt: skip
             _walk[grid](
                 back, own, found, kept, WRITES=pinned, STATE=state, BITS=fmt.bits, num_warps=1
             )
