@@ -81,7 +81,10 @@ def check_adapters(prefix: str) -> None:
 
 
 class AnybitMoEMethod(FusedMoEMethodBase):
-    """names and schemes: of each (expert, shard), shards being vLLM's w1 (gate), w3 (up), w2."""
+    """names and schemes: of each (expert, shard), shards being vLLM's w1 (gate), w3 (up), w2.
+
+    source: of layers that another tool quantized.
+    """
 
     def __init__(
         self,
@@ -89,9 +92,10 @@ class AnybitMoEMethod(FusedMoEMethodBase):
         names: dict[tuple[int, str], str],
         schemes: dict[tuple[int, str], str | None],
         backend: str | None,
+        source: Source | None = None,
     ):
         super().__init__(moe)
-        self.names, self.schemes, self.backend = names, schemes, backend
+        self.names, self.schemes, self.backend, self.source = names, schemes, backend, source
         first = next(iter(names.values()))
         if moe.has_bias:
             raise InvalidInput(f"{first}: experts with a bias are not supported; keep them: None")
@@ -157,18 +161,7 @@ class AnybitMoEMethod(FusedMoEMethodBase):
 
 
 class StoredExperts(AnybitMoEMethod):
-    """Experts of a quantized checkpoint. source: of layers that another tool quantized."""
-
-    def __init__(
-        self,
-        moe: Any,
-        names: dict[tuple[int, str], str],
-        schemes: dict[tuple[int, str], str | None],
-        backend: str | None,
-        source: Source | None = None,
-    ):
-        super().__init__(moe, names, schemes, backend)
-        self.source = source
+    """Experts of a quantized checkpoint."""
 
     def create_weights(
         self,
