@@ -17,7 +17,7 @@ from anybit.core.rotation import block
 from anybit.kernels import reference
 from anybit.kernels.backend import CODES, Pairs
 from anybit.kernels.between import Unturned, finished
-from anybit.kernels.triton.lang import INTERPRET, settle
+from anybit.kernels.triton.lang import INTERPRET, floats, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 LARGEST = {"int8": 127, "fp8": 448}
@@ -106,9 +106,9 @@ def of_columns(turn, bias, k, mask):
     """What `turned` needs of columns k; of no kernel's making. Zeros where there is nothing."""
     t, b = 0.0, 0.0
     if turn is not None:
-        t = tl.load(turn + k, mask=mask, other=0).to(tl.float32)
+        t = floats(turn + k, mask)
     if bias is not None:
-        b = tl.load(bias + k, mask=mask, other=0).to(tl.float32)
+        b = floats(bias + k, mask)
     return t, b
 
 
@@ -215,7 +215,7 @@ def _token(
         v = (v * tl.rsqrt(tl.sum(v * v, axis=0) / K + EPS)).to(dtype).to(tl.float32)
         v = (v * w.to(tl.float32)).to(dtype).to(tl.float32)
     if SIZE > 0:
-        v = v * tl.load(vector + k, mask=k < K, other=0).to(tl.float32)
+        v = v * floats(vector + k, k < K)
         blocks = tl.reshape(v, (WIDE // SIZE, SIZE))
         v = tl.reshape(_transformed(blocks, SIZE), (WIDE,))
         v = v.to(dtype).to(tl.float32)

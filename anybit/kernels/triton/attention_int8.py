@@ -14,7 +14,7 @@ import triton.language as tl
 
 from anybit.kernels.kv.cache import LayerCache
 from anybit.kernels.triton.activation import after_previous, launch_next
-from anybit.kernels.triton.lang import NO_PTX, settle
+from anybit.kernels.triton.lang import NO_PTX, settle, two
 
 MOST_HEADS = 8  # query heads of a K head
 MOST_COLUMNS = 16  # heads of all tokens of a program: registers hold no more
@@ -71,8 +71,7 @@ def nibbles(x):
 @triton.jit
 def grid_of(words):
     """Scales and lows of int4, which are the fp16 halves of words."""
-    scale = words.to(tl.int16).to(tl.float16, bitcast=True)
-    low = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    scale, low = two(words)
     return scale.to(tl.float32), low.to(tl.float32)
 
 

@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources
 from anybit.errors import InvalidType
 from anybit.kernels.triton import lang
 from anybit.kernels.triton.gpu import shared_memory
-from anybit.kernels.triton.lang import settle
+from anybit.kernels.triton.lang import floats, settle
 from anybit.kernels.triton.layout import LOCKS, Layout, split
 from anybit.kernels.triton.tiles import Tile
 
@@ -162,7 +162,7 @@ def _store(
         there = there & ((m >= 2 * two) | (m % 2 == 0))
         row = m - tl.minimum((m + 1) // 2, two)
     if bias is not None:
-        offset = tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
+        offset = floats(bias + n, n < N)[:, None]
         acc += offset if pairs is None else tl.where(there[None, :], offset, 0.0)
     if pairs is not None:  # outputs of second rows are added to those before them
         ROWS: tl.constexpr = acc.shape[0]

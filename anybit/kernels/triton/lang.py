@@ -234,8 +234,7 @@ def lookup(at, I: tl.constexpr, index):
         at_pair = (index * HALF)[:, :, None] + tl.arange(0, HALF)[None, None, :]
         COUNT: tl.constexpr = ROWS * index.shape[1] * HALF
         v = tl.gather(pairs, tl.reshape(at_pair, (COUNT,)), 0)
-        low = v.to(tl.int16).to(tl.float16, bitcast=True)
-        high = (v >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        low, high = two(v)
         return tl.reshape(tl.join(low, high), (ROWS, index.shape[1] * WIDTH)).to(tl.float32)
 
 
@@ -321,6 +320,19 @@ def shifted(w, SHIFT):
     """Units shifted right by a number of bits that is not known at compile time."""
     mask = 0xFFFF if w.dtype == tl.int16 else 0xFF
     return ((w.to(tl.int32) & mask) >> SHIFT).to(w.dtype)
+
+
+@triton.jit
+def floats(at, mask):
+    """What lies at addresses, in fp32; zeros where the mask is false."""
+    return tl.load(at, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def two(words):
+    """The fp16 numbers in the low and in the high bits of words."""
+    low = words.to(tl.int16).to(tl.float16, bitcast=True)
+    return low, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from anybit.kernels.recurrences import Convolution, DeltaRule, Scan, StateSpace
 from anybit.kernels.scans import Ragged, Ring, Singles
 from anybit.kernels.triton.activation import after_previous, launch_next, overlap, side_by_side
-from anybit.kernels.triton.lang import settle
+from anybit.kernels.triton.lang import floats, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 CHANNELS = 256  # of a program of `_convolve`
@@ -124,7 +124,7 @@ def _convolve(
             w = tl.load(weight + c * K + j, mask=live, other=0)
             total += v.to(tl.float32) * w.to(tl.float32)
         if bias is not None:
-            total += tl.load(bias + c, mask=live, other=0).to(tl.float32)
+            total += floats(bias + c, live)
         y = total.to(out.dtype.element_ty)
         if SILU:
             y = _sigmoid_times(y.to(tl.float32)).to(out.dtype.element_ty)
@@ -199,10 +199,10 @@ def _space(
     for t in range(count):
         token = first + t
         v = mixed + token * MIXED
-        x = tl.load(v + head * DIM + c, mask=c < DIM, other=0).to(tl.float32)
+        x = floats(v + head * DIM + c, c < DIM)
         v += HEADS * DIM + group * STATES
-        b = tl.load(v + n, mask=n < STATES, other=0).to(tl.float32)
-        read = tl.load(v + GROUPS * STATES + n, mask=n < STATES, other=0).to(tl.float32)
+        b = floats(v + n, n < STATES)
+        read = floats(v + GROUPS * STATES + n, n < STATES)
         how = dt + _input(first, t, row, places, i, RING) * DT_STRIDE + head
         step = _softplus(tl.load(how).to(tl.float32) + bias)
         s = s * tl.exp(step * factor) + (x * step)[:, None] * b[None, :]
@@ -267,10 +267,10 @@ def _delta(
     for t in range(count):
         token = first + t
         own = mixed + token * MIXED + head // (V_HEADS // HEADS) * DIM + k_at
-        q = _unit(tl.load(own, mask=k_at < DIM, other=0).to(tl.float32)) * SCALE
-        k = _unit(tl.load(own + HEADS * DIM, mask=k_at < DIM, other=0).to(tl.float32))
+        q = _unit(floats(own, k_at < DIM)) * SCALE
+        k = _unit(floats(own + HEADS * DIM, k_at < DIM))
         own = mixed + token * MIXED + 2 * HEADS * DIM + head * V_DIM + v_at
-        v = tl.load(own, mask=v_at < V_DIM, other=0).to(tl.float32)
+        v = floats(own, v_at < V_DIM)
         how = strengths + _input(first, t, row, places, i, RING) * S_STRIDE + head
         beta = tl.sigmoid(tl.load(how).to(tl.float32))
         step = factor * _softplus(tl.load(how + V_HEADS).to(tl.float32) + bias)
@@ -307,11 +307,11 @@ def _gated_norm(
     w = 1.0
     if weight is not None:
         own = weight if SHARED else weight + group * N
-        w = tl.load(own + k, mask=k < N, other=0).to(tl.float32)
+        w = floats(own + k, k < N)
     after_previous(PDL)
     at = group * N + k
     v = tl.load(x + t * GROUPS * N + at, mask=k < N, other=0)
-    by = _sigmoid_times(tl.load(gate + t * GATE_STRIDE + at, mask=k < N, other=0).to(tl.float32))
+    by = _sigmoid_times(floats(gate + t * GATE_STRIDE + at, k < N))
     if FIRST:
         v = v * by
     if weight is not None:

@@ -19,7 +19,7 @@ from anybit.kernels.triton.activation import (
     overlap,
     side_by_side,
 )
-from anybit.kernels.triton.lang import settle
+from anybit.kernels.triton.lang import floats, settle
 from anybit.kernels.triton.tiles import next_power_of_2
 
 CHOICES = 2048  # that a program of `_sort` looks at in one step
@@ -152,10 +152,10 @@ def _combine(
     for j in tl.static_range(TOP):
         row = tl.load(rows + t * TOP + j).to(tl.int64)
         here = n < tl.where(row < used, N, 0)
-        v = tl.load(y + row * N + n, mask=here, other=0).to(tl.float32)
+        v = floats(y + row * N + n, here)
         if bias is not None:
             expert = tl.load(owners + row).to(tl.int64)
-            v += tl.load(bias + expert * N + n, mask=here, other=0).to(tl.float32)
+            v += floats(bias + expert * N + n, here)
         total += tl.load(weight + t * TOP + j).to(tl.float32) * v
     tl.store(out + t * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
@@ -167,12 +167,12 @@ def _clamped(y, owners, bias, out, N, EXPERTS, ALPHA, LIMIT, WIDE: tl.constexpr,
     after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    gate = tl.load(y + row * 2 * N + 2 * n, mask=n < N, other=0).to(tl.float32)
-    up = tl.load(y + row * 2 * N + 2 * n + 1, mask=n < N, other=0).to(tl.float32)
+    gate = floats(y + row * 2 * N + 2 * n, n < N)
+    up = floats(y + row * 2 * N + 2 * n + 1, n < N)
     expert = tl.load(owners + row).to(tl.int64)
     here = n < tl.where(expert < EXPERTS, N, 0)
-    gate += tl.load(bias + expert * 2 * N + 2 * n, mask=here, other=0).to(tl.float32)
-    up += tl.load(bias + expert * 2 * N + 2 * n + 1, mask=here, other=0).to(tl.float32)
+    gate += floats(bias + expert * 2 * N + 2 * n, here)
+    up += floats(bias + expert * 2 * N + 2 * n + 1, here)
     gate = tl.minimum(gate, LIMIT)
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     v = (up + 1) * (gate * tl.sigmoid(gate * ALPHA))

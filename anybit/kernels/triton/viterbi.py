@@ -196,9 +196,9 @@ def _packed(low, high):
 def _differences(held, x):
     """Two numbers of fp16 each, less x in fp16: two tensors of fp32."""
     if lang.NO_PTX:
-        low = held.to(tl.int16).to(tl.float16, bitcast=True) - x.to(tl.float16)
-        high = (held >> 16).to(tl.int16).to(tl.float16, bitcast=True) - x.to(tl.float16)
-        return low.to(tl.float32), high.to(tl.float32)
+        low, high = lang.two(held)
+        x = x.to(tl.float16)
+        return (low - x).to(tl.float32), (high - x).to(tl.float32)
     else:
         return tl.inline_asm_elementwise(
             "{.reg .b32 x, d; .reg .b16 h, l; cvt.rn.f16x2.f32 x, $3, $3; sub.f16x2 d, $2, x;"
