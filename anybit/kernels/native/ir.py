@@ -7,7 +7,7 @@ whether the word is a number or a vector.
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from anybit.errors import InvalidType
@@ -38,6 +38,27 @@ def scalar(kind: str) -> str:
     return kind.split(" x ")[1][:-1] if kind.startswith("<") else kind
 
 
+Operator = Callable[["Value", "Value | float"], "Value"]
+
+
+def binary(whole: str, real: str = "") -> Operator:
+    """An instruction of two numbers of one type, with another name where they are fractions."""
+
+    def operator(a: "Value", other: "Value | float") -> "Value":
+        b, name = a.like(other), real if scalar(a.kind) in (F32, BF16) else whole
+        return a.function.emit(f"{name} {a.kind} {a.text}, {b.text}", a.kind)
+
+    return operator
+
+
+def shift(name: str) -> Callable[["Value", int], "Value"]:
+    return lambda a, bits: binary(name)(a, bits) if bits else a
+
+
+def order(how: str) -> Operator:
+    return lambda a, other: a.compare(("o" if a.real else "s") + how, other)
+
+
 class Value:
     """A register or constant of LLVM's: its text, and its type."""
 
@@ -48,62 +69,19 @@ class Value:
         """A number of Python's as a constant of this type."""
         return other if isinstance(other, Value) else self.function.constant(other, self.kind)
 
-    def _binary(self, whole: str, real: str, other: "Value | float") -> "Value":
-        b, name = self.like(other), real if scalar(self.kind) in (F32, BF16) else whole
-        return self.function.emit(f"{name} {self.kind} {self.text}, {b.text}", self.kind)
-
-    def __add__(self, other: "Value | float") -> "Value":
-        return self._binary("add", "fadd", other)
-
-    def __sub__(self, other: "Value | float") -> "Value":
-        return self._binary("sub", "fsub", other)
-
-    def __mul__(self, other: "Value | float") -> "Value":
-        return self._binary("mul", "fmul", other)
-
-    def __floordiv__(self, other: "Value | float") -> "Value":
-        return self._binary("udiv", "fdiv", other)
-
     def __rsub__(self, other: float) -> "Value":
         return self.like(other) - self
 
     def __rfloordiv__(self, other: float) -> "Value":
         return self.like(other) // self
 
-    def __mod__(self, other: "Value | float") -> "Value":
-        return self._binary("urem", "frem", other)
-
-    def __and__(self, other: "Value | float") -> "Value":
-        return self._binary("and", "and", other)
-
-    def __or__(self, other: "Value | float") -> "Value":
-        return self._binary("or", "or", other)
-
-    def __xor__(self, other: "Value | float") -> "Value":
-        return self._binary("xor", "xor", other)
-
-    def __rshift__(self, bits: int) -> "Value":
-        return self._binary("lshr", "lshr", bits) if bits else self
-
-    def __lshift__(self, bits: int) -> "Value":
-        return self._binary("shl", "shl", bits) if bits else self
-
+    __add__, __sub__ = binary("add", "fadd"), binary("sub", "fsub")
+    __mul__, __floordiv__ = binary("mul", "fmul"), binary("udiv", "fdiv")
+    __mod__ = binary("urem", "frem")
+    __and__, __or__, __xor__ = binary("and"), binary("or"), binary("xor")
+    __rshift__, __lshift__ = shift("lshr"), shift("shl")
     # Of numbers with a sign; `compare` knows others. The result is i1 or a vector of them.
-
-    def _ordered(self, how: str, other: "Value | float") -> "Value":
-        return self.compare(("o" if self.real else "s") + how, other)
-
-    def __lt__(self, other: "Value | float") -> "Value":
-        return self._ordered("lt", other)
-
-    def __le__(self, other: "Value | float") -> "Value":
-        return self._ordered("le", other)
-
-    def __gt__(self, other: "Value | float") -> "Value":
-        return self._ordered("gt", other)
-
-    def __ge__(self, other: "Value | float") -> "Value":
-        return self._ordered("ge", other)
+    __lt__, __le__, __gt__, __ge__ = (order(how) for how in ("lt", "le", "gt", "ge"))
 
     @property
     def real(self) -> bool:
