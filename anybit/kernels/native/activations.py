@@ -110,11 +110,11 @@ def quantizer(source: str, isa: Isa) -> build.Kernel:
     f = Function("quantize", TOKENS, isa)
     k, size = f.number("k"), BYTES[source]
     with f.chunks(1, f.number("m")) as (t, _):
-        row = f.at(f.pointer("x"), t * f.number("stride"))
-        to = f.at(f.pointer("to"), t * k)
+        row = f.at("x", t * f.number("stride"))
+        to = f.at("to", t * k)
         scale = _top(source, row, k) // 127
         scale = scale.compare("oeq", 0).select(scale.like(1), scale)
-        f.store(scale, f.pointer("scale"), t << 2)
+        f.store(scale, "scale", t << 2)
 
         def divide(i: Value, count: int) -> None:
             some = read(source, row, i * size, count)
@@ -155,8 +155,8 @@ def fixer(isa: Isa) -> build.Kernel:
     f = Function("fixed", TOKENS, isa)
     k = f.number("k")
     with f.chunks(1, f.number("m")) as (t, _):
-        row = f.at(f.pointer("x"), t * f.number("stride"))
-        to = f.at(f.pointer("to"), t * k * 2)
+        row = f.at("x", t * f.number("stride"))
+        to = f.at("to", t * k * 2)
         top = _top(BF16, row, k)
         exponent = top.bits(I32) >> 23
         above = (top.bits(I32) + (1 << 16)) >> 23  # one more for the largest mantissa
@@ -165,7 +165,7 @@ def fixer(isa: Isa) -> build.Kernel:
         nan = f.constant(0x7FC00000, I32).bits(F32)
         scale = ((power - 14) << 23).bits(F32)
         finite = exponent.compare("ult", 255)
-        f.store(finite.select(scale, nan), f.pointer("scale"), t << 2)
+        f.store(finite.select(scale, nan), "scale", t << 2)
         inverse = ((268 - power) << 23).bits(F32)
 
         def move(i: Value, count: int) -> None:
@@ -201,13 +201,13 @@ def _pack(spec: Packing) -> Function:
         # A last part that is smaller than the others lies closer, unless it is the only one.
         few = tokens > m
         span = few.select(tokens, left.smaller(tokens))
-        to = f.at(f.pointer("to"), first * units * (unit * operand.token_bytes))
+        to = f.at("to", first * units * (unit * operand.token_bytes))
         with f.loop(first, last) as t:
-            row = f.at(f.pointer("x"), t * f.number("stride"))
+            row = f.at("x", t * f.number("stride"))
             if spec.group is not None:
                 groups = f.number("groups") if spec.group else f.integer(1)
                 with f.loop(0, groups) as g:
-                    f.store(f.zero(I32), f.pointer("sums"), (t * groups + g) << 2)
+                    f.store(f.zero(I32), "sums", (t * groups + g) << 2)
             with f.loop(0, units) as u:
                 source = f.at(row, u * (unit * bytes_))
                 there = k - u * unit
@@ -257,5 +257,5 @@ def _sum(spec: Packing, some: Value, t: Value, u: Value) -> None:
         if spec.group:
             group = u // (size // unit) if count == 1 else u * count + i
             at = t * f.number("groups") + group
-        place = f.at(f.pointer("sums"), at << 2)
+        place = f.at("sums", at << 2)
         f.store(f.load(total.kind, place) + total, place)

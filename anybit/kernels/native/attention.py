@@ -165,7 +165,7 @@ class _Attend:
             part, rest = unit % used, unit // used
             self.head, rest = rest % self.kv_heads, rest // self.kv_heads
             tile, b = rest % tiles, rest // tiles
-            self.table = f.at(f.pointer("tables"), b * f.number("width") * 4)
+            self.table = f.at("tables", b * f.number("width") * 4)
             context = f.listed("contexts", b)
             self.row, stop = b, b + 1
             if spec.several:
@@ -189,12 +189,12 @@ class _Attend:
         skipped = larger(self._seen(self.row) - self.start, 0)
         self.first = self.start + skipped // self.lanes * self.lanes
         first = self.row * self.heads + self.head * self.group  # of the tile's query heads
-        self.sums = f.at(f.pointer("sums"), (first * parts + part) * 8)
-        outs = f.at(f.pointer("outs"), (first * parts + part) * (4 * self.dim))
+        self.sums = f.at("sums", (first * parts + part) * 8)
+        outs = f.at("outs", (first * parts + part) * (4 * self.dim))
         queries = tokens * group if spec.several else group
         if spec.several:  # for `combine`
             with f.loop(self.row, self.row + tokens) as r:
-                f.store((r + self.past).cast("trunc", I32), f.pointer("ends"), r << 2)
+                f.store((r + self.past).cast("trunc", I32), "ends", r << 2)
         with f.when(self.first >= self.stop), f.loop(0, queries) as g:
             at = self._place(g) * parts * 8
             f.store(f.constant(LEAST, F32), self.sums, at)
@@ -227,7 +227,7 @@ class _Attend:
     def _queries(self, queries: Value, first: Value) -> None:
         """Queries times the scale, and static scales of K's channels; outputs of zero."""
         f, size = self.function, BYTES[self.cache.dtype]
-        q = f.at(f.pointer("q"), first * (self.dim * size))
+        q = f.at("q", first * (self.dim * size))
         scale = f.load(F32, f.address("scale")).splat(self.lanes)
         with f.loop(0, queries) as g:
             own = self._place(g) * (self.dim * size)
@@ -241,7 +241,7 @@ class _Attend:
     def _channels(self, which: str, i: int) -> Value:
         """Static scales of channels from i on."""
         kind, at = vec(self.lanes, F32), self.head * (4 * self.dim) + 4 * i
-        return self.function.load(kind, self.function.pointer(f"{which}_scale"), at)
+        return self.function.load(kind, f"{which}_scale", at)
 
     def _fetch(self, which: str, t: Value) -> None:
         """K or V of the tokens from t on as fp32; the last one's again behind it."""
@@ -252,7 +252,7 @@ class _Attend:
             page = f.load(I32, self.table, token // block << 2)
             page = page.cast("sext", ir.I64) * self.kv_heads + self.head
             place = page * block + token % block
-            row, to = f.at(f.pointer(which), place * cache.row_bytes(which)), i * (4 * self.dim)
+            row, to = f.at(which, place * cache.row_bytes(which)), i * (4 * self.dim)
             if cache.kind(which) == "int4":
                 self._unpack(which, row, page, token % block, to)
             else:
@@ -264,7 +264,7 @@ class _Attend:
         for j in range(0, self.dim, self.lanes):
             x = read(stored, row, j * BYTES[stored], self.lanes)
             if self.cache.kind(which) == "dynamic":
-                scale = f.load(F32, f.pointer(f"{which}_scale"), place << 2)
+                scale = f.load(F32, f"{which}_scale", place << 2)
                 x = x * scale.splat(self.lanes)
             f.store(x, self.tile, to + 4 * j)
 
@@ -275,7 +275,7 @@ class _Attend:
         grid = []
         for g in range(2 * cache.groups):
             at = (page * 2 * cache.groups + g) * block + offset << 2
-            pair = (f.load("half", f.pointer(f"{which}_scale"), at + 2 * n) for n in range(2))
+            pair = (f.load("half", f"{which}_scale", at + 2 * n) for n in range(2))
             grid.append([x.cast("fpext", F32).splat(lanes) for x in pair])
         for j in range(0, half, lanes):
             pairs = f.load(vec(lanes, I8), row, j).cast("zext", vec(lanes, I32))
@@ -402,15 +402,15 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
     count = f.number("rows") - begin
     with f.chunks(1, count) as (unit, _):
         row = unit + begin
-        sums = f.at(f.pointer("sums"), row * parts * 8)
-        outs = f.at(f.pointer("outs"), row * parts * (4 * dim))
-        end = f.load(I32, f.pointer("ends"), row // heads << 2)
+        sums = f.at("sums", row * parts * 8)
+        outs = f.at("outs", row * parts * (4 * dim))
+        end = f.load(I32, "ends", row // heads << 2)
         used = (end.cast("sext", ir.I64) + (PART - 1)) // PART
         if several:
             used = (row < stop).select(used, 0)
         most = f.variable(f.constant(LEAST, F32))
         if sinks:
-            sink = f.load(F32, f.pointer("sinks"), row % heads << 2)
+            sink = f.load(F32, "sinks", row % heads << 2)
             most.set(maximum(most.get(), sink))
         with f.loop(0, used) as p:
             most.set(maximum(most.get(), f.load(F32, sums, p << 3)))
@@ -430,5 +430,5 @@ def combine_kernel(isa: Isa, dtype: str, dim: int, sinks: bool, several: bool) -
         factor = (1 // nothing.select(f.constant(1, F32), some)).splat(lanes)
         for i, channel in enumerate(channels):
             y = rounded(channel.get() * factor, dtype)
-            f.store(y, f.pointer("out"), row * (dim * size) + size * lanes * i)
+            f.store(y, "out", row * (dim * size) + size * lanes * i)
     return build.kernel(f)

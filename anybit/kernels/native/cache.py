@@ -176,7 +176,7 @@ class _Write:
             f.loop(first, last) as unit,
         ):
             t, head = unit // all_heads, unit % all_heads
-            x = f.at(f.pointer("qkv"), t * f.number("stride") + head * (dim * size))
+            x = f.at("qkv", t * f.number("stride") + head * (dim * size))
             for i in self.vectors:
                 f.store(read(cache.dtype, x, i * size, lanes), self.row, 4 * i)
             is_q = head < heads
@@ -189,7 +189,7 @@ class _Write:
                 if cache.k == "int4":
                     self._spread()
             with f.when(is_q):
-                to = f.at(f.pointer("q"), (t * heads + head) * (dim * size))
+                to = f.at("q", (t * heads + head) * (dim * size))
                 for i in self.vectors:
                     f.store(rounded(self._at(i), cache.dtype), to, i * size)
             slot = f.listed("slots", t)
@@ -229,7 +229,7 @@ class _Write:
         f, cache, half = self.function, self.cache, self.cache.dim // 2
         kind = vec(cache.lanes, F32)
         for i in range(0, half, cache.lanes):
-            cos, sin = (f.load(kind, f.pointer(n), place + 4 * i) for n in ("cos", "sin"))
+            cos, sin = (f.load(kind, n, place + 4 * i) for n in ("cos", "sin"))
             a, b = self._at(i), self._at(half + i)
             for at, x in ((i, a * cos - b * sin), (half + i, b * cos + a * sin)):
                 f.store(through(x, cache.dtype), self.row, 4 * at)
@@ -245,7 +245,7 @@ class _Write:
     def _pack(self, which: str, page: Value, block: Value, offset: Value) -> None:
         """Put K or V of a head into a block in int4."""
         f, cache, half = self.function, self.cache, self.cache.dim // 2
-        to = f.at(f.pointer(which), (page * block + offset) * half)
+        to = f.at(which, (page * block + offset) * half)
         for group in range(cache.groups):
             starts = range(group * cache.group, (group + 1) * cache.group, cache.lanes)
             low, high = (
@@ -271,7 +271,7 @@ class _Write:
         scale = maximum(scale, f.constant(LEAST_SCALE, F32))
         numbers = [x.cast("fptrunc", "half") for x in (scale, least * -1)]
         for i, number in enumerate(numbers):
-            f.store(number, f.pointer(f"{which}_scale"), (row << 2) + 2 * i)
+            f.store(number, f"{which}_scale", (row << 2) + 2 * i)
         return [x.cast("fpext", F32).splat(cache.lanes) for x in numbers]
 
     def _largest(self, vectors: list[Value]) -> Value:
@@ -284,7 +284,7 @@ class _Write:
         """Put K or V of a head at `place`, counted in rows of the cache."""
         f, cache, kind = self.function, self.cache, self.cache.kind(which)
         dim, lanes = cache.dim, cache.lanes
-        to = f.at(f.pointer(which), place * cache.row_bytes(which))
+        to = f.at(which, place * cache.row_bytes(which))
         if kind == "model":
             for i in self.vectors:
                 f.store(rounded(self._at(i), cache.dtype), to, i * BYTES[cache.dtype])

@@ -104,7 +104,7 @@ class _Rows:
         f, spec, k = self.function, self.spec, self.k
         x, stride = f.pointer("x"), f.number("x_stride")
         self.x = [f.at(x, stride * (t + i)) for i in range(spec.tokens)]
-        self.w = [f.at(f.pointer("w"), (r + j) * k * self.size) for j in range(spec.rows)]
+        self.w = [f.at("w", (r + j) * k * self.size) for j in range(spec.rows)]
         chains = max(1, CHAINS // (spec.tokens * spec.rows))
         zero = f.constant(0, vec(spec.isa.floats, F32))
         pairs = [(j, i) for j in range(spec.rows) for i in range(spec.tokens)]
@@ -132,7 +132,7 @@ class _Rows:
             if spec.bias:
                 y = y + read(spec.dtype, f.pointer("bias"), row * self.size, 1)
             place = (self.n * token + row) * self.size
-            f.store(rounded(y, spec.dtype), f.pointer("y"), place)
+            f.store(rounded(y, spec.dtype), "y", place)
 
     def _multiply(self, i: Value, sums: dict[tuple[int, int], ir.Variable]) -> None:
         """Add the products of vectors of W and x at column i, or of single numbers, to sums."""

@@ -111,9 +111,9 @@ def norm_kernel(spec: Norm) -> build.Kernel:
     n, size, lanes = f.number("n"), BYTES[spec.dtype], spec.isa.floats
     eps = f.load(F32, f.address("eps"), align=4)
     with f.chunks(1, f.number("m")) as (t, _):
-        x = f.at(f.pointer("x"), t * f.number("x_stride"))
-        out, total = (f.at(f.pointer(name), t * n * size) for name in ("out", "total"))
-        delta = f.at(f.pointer("delta"), t * f.number("delta_stride"))
+        x = f.at("x", t * f.number("x_stride"))
+        out, total = (f.at(name, t * n * size) for name in ("out", "total"))
+        delta = f.at("delta", t * f.number("delta_stride"))
         sums = {count: f.variable(f.constant(0, several(F32, count))) for count in (lanes, 1)}
 
         def add(i: Value, count: int) -> None:
@@ -171,10 +171,8 @@ def gated_kernel(isa: Isa, dtype: str, gelu: bool) -> build.Kernel:
     n, parts, size = f.number("n"), f.number("parts"), BYTES[dtype]
     with f.chunks(1, f.number("m") * parts) as (unit, _):
         t, first = unit // parts, unit % parts * PART
-        gate, up = (
-            f.at(f.pointer(name), t * f.number(f"{name}_stride")) for name in ("gate", "up")
-        )
-        out = f.at(f.pointer("out"), t * n * size)
+        gate, up = (f.at(name, t * f.number(f"{name}_stride")) for name in ("gate", "up"))
+        out = f.at("out", t * n * size)
 
         def multiply(i: Value, count: int) -> None:
             x = read(dtype, gate, i * size, count)
@@ -209,7 +207,7 @@ def copy_kernel(isa: Isa, source: str, target: str) -> build.Kernel:
 
         def move(i: Value, count: int) -> None:
             some = read(source, f.pointer("from"), i * BYTES[source], count)
-            f.store(rounded(some, target), f.pointer("to"), i * BYTES[target])
+            f.store(rounded(some, target), "to", i * BYTES[target])
 
         along(first, last, isa.floats, move)
     return build.kernel(f)

@@ -108,7 +108,7 @@ def _decode(spec: Tile) -> Function:
     whole = f.number("blocks") - (1 if spec.tail else 0)
     per = BLOCK // spec.group if spec.group else 0
     groups = whole * per + (-(-spec.tail // spec.group) if spec.group else 0)
-    w = f.at(f.pointer("w"), spec.codes.row(table, row, whole, spec.tail))
+    w = f.at("w", spec.codes.row(table, row, whole, spec.tail))
     vectors = operand.units * operand.vectors
 
     def block(b: Value, count: int) -> None:
@@ -164,7 +164,7 @@ def _decode_band(spec: Tile) -> Function:
     table: Any = spec.codes.table(operand, f.pointer("table"))
     blocks, step = f.number("blocks"), spec.codes.block_bytes()
     groups = (blocks * RUN + (group - 1)) // group if group else blocks
-    w = f.at(f.pointer("w"), band * blocks * step)
+    w = f.at("w", band * blocks * step)
     steps = operand.units * operand.vectors // parts  # of a block
     factors: list[tuple[Value, Value]] = []
     with f.loop(first, last) as b:
@@ -228,7 +228,7 @@ class _Product:
         self.m, self.blocks, self.strip = (f.number(a) for a in ("m", "blocks", "strip"))
         part = f.number("part")
         slot = f.take(f.address("slot"), 1)  # every thread has a room of its own
-        self.tile = f.at(f.pointer("scratch"), slot * f.number("room"))
+        self.tile = f.at("scratch", slot * f.number("room"))
         high = self.strip // BAND if bands else self.strip
         self.sums = f.at(self.tile, high * part * (self.vectors * self.size))
         n = f.number("n")
@@ -263,7 +263,7 @@ class _Product:
         """Multiply the tile by activations t to t + tokens, which lie side by side."""
         f, operand, size = self.function, self.operand, self.size
         place = t * self.long + start * (self.vectors * tokens)
-        panel = f.at(f.pointer("x"), place * size)
+        panel = f.at("x", place * size)
         fresh = start.compare("eq", 0)
         zero = f.zero(operand.sums)
         with f.loop(0, self.height, self.rows) as j:
@@ -324,7 +324,7 @@ class _Bands(_Product):
         """Multiply the tile by activations t to t + tokens, `long` times 32 bits of each."""
         f, operand = self.function, self.operand
         row = self.blocks * (RUN * operand.token_bytes)
-        first = f.at(f.pointer("x"), start * (RUN * operand.token_bytes))
+        first = f.at("x", start * (RUN * operand.token_bytes))
         x = [f.at(first, (t + i) * row) for i in range(tokens)]
         zero = f.zero(operand.sums)
         totals = [[f.variable(zero) for _ in x] for _ in range(self.width)]

@@ -96,13 +96,13 @@ class _Rows:
             f.loop(first, last) as r,
         ):
             tails = self._read_scales(r)
-            w = f.at(f.pointer("w"), spec.codes.row(self.table, r, blocks, spec.tail))
+            w = f.at("w", spec.codes.row(self.table, r, blocks, spec.tail))
             totals = [f.variable(zero) for _ in range(spec.m)]
             with f.loop(0, blocks) as b:
-                codes, x = f.at(w, b * step), f.at(f.pointer("x"), b * x_step)
+                codes, x = f.at(w, b * step), f.at("x", b * x_step)
                 self._block(codes, x, b, totals)
             if spec.tail:
-                codes, x = f.at(w, blocks * step), f.at(f.pointer("x"), blocks * x_step)
+                codes, x = f.at(w, blocks * step), f.at("x", blocks * x_step)
                 self._block(codes, x, blocks, totals, spec.tail)
             for i, total in enumerate(totals):
                 with f.when(f.integer(i) < f.number("m")):
@@ -178,7 +178,7 @@ class _Rows:
                 if spec.operand.whole:
                     offset = offset.cast("fptosi", kind)
                 for i, tail in enumerate(tails):
-                    x = f.load(spec.operand.sums, f.pointer("xsum"), (stride * i + g) << 2)
+                    x = f.load(spec.operand.sums, "xsum", (stride * i + g) << 2)
                     old, x = tail.get(), x.cast("sitofp", kind)
                     tail.set(old + offset * x if spec.operand.whole else offset.fma(x, old))
         return [tail.get().sum() for tail in tails]
@@ -212,7 +212,7 @@ class _Bands:
             f.chunks(f.number("chunk"), bands) as (first, last),
             f.loop(first, last) as r,
         ):
-            w = f.at(f.pointer("w"), r * blocks * step)
+            w = f.at("w", r * blocks * step)
             totals = [[f.variable(zero) for _ in range(operand.parts)] for _ in range(spec.m)]
             if 0 < self.span <= RUN:
                 with f.loop(0, blocks) as b:
@@ -271,7 +271,7 @@ class _Bands:
             if spec.form or first:  # the sum of the token's numbers
                 spans = (columns + (self.span - 1)) // self.span
                 at = ((spans + 15) & -16) * token + span
-                x = f.load(ir.scalar(operand.sums), f.pointer("xsum"), at << 2)
+                x = f.load(ir.scalar(operand.sums), "xsum", at << 2)
             for part, total in enumerate(totals[i]):
                 value, *lower = (_added(chains) for chains in sums[i][part])
                 if lower:
@@ -369,13 +369,13 @@ def store(
     single, at = several(F32, count), row.like(token)
     if shifted:
         shift = f.number("shift").cast("trunc", I32)
-        total = total + every(shift * f.load(I32, f.pointer("xsum"), at << 2), count)
+        total = total + every(shift * f.load(I32, "xsum", at << 2), count)
     total = total.cast("sitofp", single)
     if quantized:
-        total = total * every(f.load(F32, f.pointer("xscale"), at << 2), count)
-    factor, bias = (f.load(single, f.pointer(name), row << 2) for name in ("row", "bias"))
+        total = total * every(f.load(F32, "xscale", at << 2), count)
+    factor, bias = (f.load(single, name, row << 2) for name in ("row", "bias"))
     place = (f.number("n") * at + row) * (4 if dtype == F32 else 2)
-    f.store(ir.rounded(total.fma(factor, bias), dtype), f.pointer("y"), place)
+    f.store(ir.rounded(total.fma(factor, bias), dtype), "y", place)
 
 
 def scales_at(memory: Value, group: Value, count: int, wide: int) -> Value:

@@ -206,7 +206,7 @@ class Function:
 
     def listed(self, name: str, at: Value) -> Value:
         """A number of 32 bits of those that a pointer is of, in 64."""
-        return self.load(I32, self.pointer(name), at << 2).cast("sext", I64)
+        return self.load(I32, name, at << 2).cast("sext", I64)
 
     # Instructions.
 
@@ -249,19 +249,25 @@ class Function:
     def variable(self, start: Value) -> Variable:
         return Variable(self, start)
 
-    def at(self, pointer: Value, offset: Value | int) -> Value:
-        """The address `offset` bytes after a pointer."""
+    def at(self, pointer: Value | str, offset: Value | int) -> Value:
+        """The address `offset` bytes after a pointer, or the one of this name."""
+        if isinstance(pointer, str):
+            pointer = self.pointer(pointer)
         if isinstance(offset, int):
             if not offset:
                 return pointer
             offset = self.integer(offset)
         return self.emit(f"getelementptr i8, ptr {pointer.text}, i64 {offset.text}", PTR)
 
-    def load(self, kind: str, pointer: Value, offset: Value | int = 0, align: int = 1) -> Value:
+    def load(
+        self, kind: str, pointer: Value | str, offset: Value | int = 0, align: int = 1
+    ) -> Value:
         tail = f", align {align}" if align else ""
         return self.emit(f"load {kind}, ptr {self.at(pointer, offset).text}{tail}", kind)
 
-    def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
+    def store(
+        self, value: Value, pointer: Value | str, offset: Value | int = 0, align: int = 1
+    ) -> None:
         place = self.at(pointer, offset)
         tail = f", align {align}" if align else ""
         self.lines.append(f"store {value.kind} {value.text}, ptr {place.text}{tail}")

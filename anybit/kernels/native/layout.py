@@ -60,8 +60,8 @@ def kernel(width: int, many: int, isa: Isa) -> build.Kernel:
         f.loop(first, last) as r,
         f.loop(0, blocks) as b,
     ):
-        source = f.at(f.pointer("from"), r * row + b * size)
-        target = f.at(f.pointer("to"), r * f.number("span") + b * f.number("step"))
+        source = f.at("from", r * row + b * size)
+        target = f.at("to", r * f.number("span") + b * f.number("step"))
         left = f.number("left") - b * size
         with f.when(left < size):  # a part of a block
             with f.loop(0, size) as i:
@@ -122,14 +122,14 @@ def band_kernel(width: int, isa: Isa) -> build.Kernel:
         f.loop(0, f.number("blocks")) as b,
     ):
         rows = [(band * BAND + r).smaller(last_row) * f.number("row") for r in range(BAND)]
-        target = f.at(f.pointer("to"), band * f.number("span") + b * f.number("step"))
+        target = f.at("to", band * f.number("span") + b * f.number("step"))
         for v in range(width):
             i = b * width + v
             there = i < count
             word_at = there.select(i, count - 1) << 2
             lanes = f.zero(kind)
             for r, row in enumerate(rows):
-                word = f.load(I32, f.pointer("from"), row + word_at)
+                word = f.load(I32, "from", row + word_at)
                 lanes = f.emit(f"insertelement {kind} {lanes.text}, i32 {word.text}, i32 {r}", kind)
             total = f.zero(kind)
             for column in range(32 // width):

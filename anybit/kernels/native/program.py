@@ -52,7 +52,7 @@ class Program:
 def all_kernel(isa: Isa) -> build.Kernel:
     f = Function("all", NAMES, isa)
     with f.loop(0, f.number("count")) as i:
-        call = f.at(f.pointer("calls"), i << 4)
+        call = f.at("calls", i << 4)
         f.run(f.load(PTR, call), f.load(PTR, call, 8))
         f.run(f.pointer("barrier"))
     return build.kernel(f)

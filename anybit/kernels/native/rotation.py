@@ -37,9 +37,9 @@ def rotate_kernel(isa: Isa, dtype: str, vector: str, size: int, after: bool) -> 
         f.loop(first, last) as unit,
     ):
         t, at = unit // row, unit % row * size
-        x = f.at(f.pointer("x"), t * f.number("x_stride") + at * BYTES[dtype])
-        factors = f.at(f.pointer("vector"), at * BYTES[vector])
-        out = f.at(f.pointer("out"), unit * (size * BYTES[dtype]))
+        x = f.at("x", t * f.number("x_stride") + at * BYTES[dtype])
+        factors = f.at("vector", at * BYTES[vector])
+        out = f.at("out", unit * (size * BYTES[dtype]))
         some = [read(dtype, x, i * BYTES[dtype], lanes) for i in starts]
         scale = [read(vector, factors, i * BYTES[vector], lanes) * size**-0.5 for i in starts]
         if not after:

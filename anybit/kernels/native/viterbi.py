@@ -75,12 +75,12 @@ class _Paths:
         self.function = f = Function("paths", NAMES, spec.isa)
         ends, steps = spec.ends, spec.steps
         mine = f.take(f.address("slot"), 1) * (ends * (8 + steps))
-        self.costs = f.at(f.pointer("scratch"), mine)
+        self.costs = f.at("scratch", mine)
         self.back = f.at(self.costs, 8 * ends)
         self.table = f.pointer("table")
         with f.chunks(1, f.number("count")) as (at, _):
-            self.x = f.at(f.pointer("x"), at * (steps * spec.width * 4))
-            out = f.at(f.pointer("out"), at * (steps * 4))
+            self.x = f.at("x", at * (steps * spec.width * 4))
+            out = f.at("out", at * (steps * 4))
             last = self._pass(steps - spec.lead, 2 * spec.lead, None)
             state = f.variable(self._back(2 * spec.lead - 1, self._best(last)))
             with f.loop(0, spec.lead - 1) as i:
