@@ -10,6 +10,7 @@ those of other tools, and `vllm_products.py` multiplies.
 """
 
 import inspect
+import logging
 import math
 import re
 from contextlib import nullcontext, suppress
@@ -61,6 +62,8 @@ def register() -> None:
     except ValueError:  # not there yet
         pass
     register_quantization_config(METHOD)(AnybitConfig)
+    # Lines of ours go where vLLM's go: it gives a handler to its own loggers alone.
+    logging.getLogger("anybit").parent = logging.getLogger("vllm")
     if hasattr(vllm.config.cache, "register_kv_cache_dtype"):  # since vLLM 0.33
         from anybit.integrations import vllm_attention
 
@@ -92,7 +95,8 @@ class AnybitConfig(QuantizationConfig):
     ):
         super().__init__()
         self.formats, self.backend, self.foreign = formats, backend, foreign
-        self.checkpoint: tuple[str, str | None] | None = None  # its name and revision
+        # Its name and revision, and where weights are downloaded to.
+        self.checkpoint: tuple[str, str | None, str | None] | None = None
         self.source: Source | None = None  # of the layers of another tool's checkpoint
         self.names: dict[str, str] = {}  # vLLM's names of layers -> the checkpoint's
         self.saved: dict[str, str] = {}  # layers of the checkpoint -> their names in the plan
@@ -149,15 +153,18 @@ class AnybitConfig(QuantizationConfig):
         from vllm.transformers_utils.config import get_safetensors_params_metadata
         from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-        self.checkpoint = model_name, revision
+        frame = inspect.currentframe()  # vLLM gives no method its settings of the loader
+        caller = frame.f_back.f_locals if frame and frame.f_back else {}
+        cache = getattr(caller.get("load_config"), "download_dir", None)
+        self.checkpoint = model_name, revision, cache
         saved = get_hf_file_to_dict("config.json", model_name, revision) or {}
         if (
             self.formats is None and not self.foreign
         ):  # which a file of its own may say, where vLLM reads config.json
-            described = directory_of(model_name, revision, ["*.json"])
+            described = directory_of(model_name, revision, wanted=["*.json"])
             self.foreign |= stated_quantization(described, saved) is not None
         if self.foreign:
-            directory = directory_of(model_name, revision)
+            directory = directory_of(*self.checkpoint)
             work = planned(directory)
             self.formats = dict(work.formats)
             schemes = {name: layer.scheme for name, layer in work.layers.items()}

@@ -20,9 +20,15 @@ from anybit.files.safetensors import Stored, stored_tensors
 
 
 def directory_of(
-    model_name: str, revision: str | None, wanted: Sequence[str] = ("*.safetensors", "*.json")
+    model_name: str,
+    revision: str | None,
+    cache: str | None = None,
+    wanted: Sequence[str] = ("*.safetensors", "*.json"),
 ) -> Path:
-    """A model's files on this machine, those that are wanted downloaded if need be."""
+    """A model's files on this machine, those that are wanted downloaded if need be.
+
+    cache: vLLM's `download_dir`, where it puts weights alone; None for the usual cache.
+    """
     if Path(model_name).is_dir():
         return Path(model_name)
     from vllm.model_executor.model_loader import weight_utils
@@ -30,7 +36,13 @@ def directory_of(
     patterns = list(wanted)
     found = weight_utils.maybe_download_from_modelscope(
         model_name, revision, allow_patterns=patterns
-    ) or huggingface_hub.snapshot_download(model_name, revision=revision, allow_patterns=patterns)
+    ) or huggingface_hub.snapshot_download(
+        model_name,
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=patterns,
+        ignore_patterns=["tokenizer*", "vocab*"] if cache else None,  # which vLLM has already
+    )
     return Path(found)
 
 

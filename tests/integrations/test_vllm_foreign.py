@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.model_executor.model_loader import weight_utils
 from vllm.transformers_utils import repo_utils
 
@@ -15,7 +18,7 @@ from anybit.checkpoint.foreign.convert import convert_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
 from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.errors import Unsupported
-from anybit.integrations.vllm import AnybitConfig
+from anybit.integrations.vllm import AnybitConfig, register
 from anybit.integrations.vllm_foreign import Source, directory_of, planned
 from anybit.nn.model import dequantize_
 from tests import hub
@@ -135,5 +138,22 @@ def test_files_of_a_name_say_how_it_is_quantized(tmp_path, monkeypatch):
         "maybe_download_from_modelscope",
         lambda name, revision, **options: asked.append((name, revision, options)) or str(source),
     )
-    assert directory_of("org/other", "v1", ["*.json"]) == source
+    assert directory_of("org/other", "v1", wanted=["*.json"]) == source
     assert asked == [("org/other", "v1", {"allow_patterns": ["*.json"]})]
+
+
+def test_weights_of_a_name_are_where_vllm_puts_them(tmp_path, monkeypatch):
+    """In `download_dir`, and nowhere else."""
+    register()
+    source = one_head("gptq_4bit_v1", tmp_path / "source")
+    model = SimpleNamespace(
+        model="org/model", revision=None, quantization="anybit", quantization_config=None,
+        hf_config=LlamaConfig.from_pretrained(source), dtype=torch.float32,
+    )  # fmt: skip
+    monkeypatch.setattr(repo_utils, "_hf_api", None)
+    with hub.serving({"org/model": source}) as found:
+        hub.use(found, tmp_path / "home", monkeypatch)
+        told = VllmConfig.get_quantization_config(model, LoadConfig(download_dir=f"{tmp_path}/own"))
+        there = weight_utils.download_weights_from_hf("org/model", f"{tmp_path}/own", ["*.safet*"])
+    assert told.source.directory == Path(there)
+    assert not [*(tmp_path / "home").rglob("*.safetensors")]

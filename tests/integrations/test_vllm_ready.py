@@ -1,6 +1,8 @@
 """What vLLM's warm-up compiles for anybit's layers, with a stand-in for kernels of a GPU."""
 
+import logging
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.utils import jit_monitor
 
 from anybit.core.format import get_format
-from anybit.integrations import vllm_ready
+from anybit.integrations import vllm, vllm_ready
 from anybit.integrations.vllm_linear import Stored
 from anybit.kernels import ahead, compilations, reference
 from anybit.kernels.backend import Needs
@@ -114,3 +116,12 @@ def test_kernels_that_requests_wait_for_are_counted(kernels, monkeypatch, caplog
     assert vllm_ready.compilations_after_ready() == before + 2
     assert caplog.text.count("a request waited for a kernel: product(64, 128)") == 1
     assert "while vLLM starts" not in caplog.text
+
+
+def test_lines_of_ours_are_among_those_of_vllm(monkeypatch):
+    vllm.register()
+    text, theirs = StringIO(), logging.getLogger("vllm")
+    monkeypatch.setattr(theirs, "handlers", [logging.StreamHandler(text)])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    vllm_ready.logger.info("kernels of %s are there", "ours")
+    assert text.getvalue() == "kernels of ours are there\n"
