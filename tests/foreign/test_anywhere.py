@@ -27,23 +27,23 @@ PAGE = Path(__file__).parents[2] / "docs" / "foreign.md"
 BEGIN, END = "<!-- anywhere, written by tests/foreign/test_anywhere.py -->", "<!-- end -->"
 # A format; what it is written as; the dtype in which transformers holds the same weights of dense
 # models, and of experts, "" where it does not read them, "wrong" where it reads others; and what
-# vLLM does: "tokens" that are ours on a CPU, "kernels" for GPUs that were not run, "" none.
+# vLLM does: "tokens" that are ours on a CPU, "weights" in its layers, "" none.
 ROWS = (
-    ("int2:group=32", "pack-quantized", "float16", "float16", "kernels"),
-    ("int3:group=32", "pack-quantized", "float16", "float16", "kernels"),
-    ("int4:group=32", "pack-quantized", "float16", "float16", "kernels"),
-    ("int4:group=32,zero", "pack-quantized", "", "", "kernels"),
-    ("int4:group=32@int8", "pack-quantized", "", "", "kernels"),
-    ("int5:group=32", "pack-quantized", "float16", "float16", "kernels"),
-    ("int6:group=32", "pack-quantized", "float16", "float16", "kernels"),
-    ("int8", "pack-quantized", "float16", "float16", "kernels"),
+    ("int2:group=32", "pack-quantized", "float16", "float16", "weights"),
+    ("int3:group=32", "pack-quantized", "float16", "float16", "weights"),
+    ("int4:group=32", "pack-quantized", "float16", "float16", "weights"),
+    ("int4:group=32,zero", "pack-quantized", "", "", "weights"),
+    ("int4:group=32@int8", "pack-quantized", "", "", "weights"),
+    ("int5:group=32", "pack-quantized", "float16", "float16", "weights"),
+    ("int6:group=32", "pack-quantized", "float16", "float16", "weights"),
+    ("int8", "pack-quantized", "float16", "float16", "weights"),
     ("int8@int8", "int-quantized", "", "", "tokens"),
-    ("fp8", "naive-quantized", "float32", "float32", "kernels"),
+    ("fp8", "naive-quantized", "float32", "float32", "weights"),
     ("fp8@fp8", "float-quantized", "", "", "tokens"),
-    ("nvfp4:divide", "nvfp4-pack-quantized", "bfloat16", "wrong", "kernels"),
-    ("mxfp4", "mxfp4-pack-quantized", "bfloat16", "bfloat16", "kernels"),
+    ("nvfp4:divide", "nvfp4-pack-quantized", "bfloat16", "wrong", "weights"),
+    ("mxfp4", "mxfp4-pack-quantized", "bfloat16", "bfloat16", "weights"),
     ("mxfp6", "mxfp6-pack-quantized", "bfloat16", "bfloat16", ""),
-    ("mxfp8", "mxfp8-quantized", "bfloat16", "", "kernels"),
+    ("mxfp8", "mxfp8-quantized", "bfloat16", "", "weights"),
 )
 
 NOTED = {"int4:group=32@int8"}  # with a note of what vLLM does

@@ -1,22 +1,27 @@
-"""Stock vLLM, without anybit's plugin, reads what `anybit export` writes (`make test-vllm`)."""
+"""Stock vLLM, without anybit, reads what `anybit export` writes (`make test-vllm`)."""
 
 import json
 import os
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
 
 import anybit
+from anybit.checkpoint.calibrated import calibrate_checkpoint
 from anybit.checkpoint.foreign.export import export_checkpoint
-from anybit.checkpoint.stream import quantize_checkpoint
 from anybit.files.directory import read_json
+from anybit.nn.model import quantized_layers
 from tests.foreign.test_anywhere import ROWS
 from tests.integrations.generate import judge
 from tests.tiny import short_pico
 
+CHILD = Path(__file__).with_name("stock.py")
 WNA16 = "CompressedTensorsWNA16"
 SCHEMES = {  # of vLLM, by what is exported; the others are WNA16
     "int4:group=32@int8": "CompressedTensorsWNA8Int",
@@ -27,15 +32,20 @@ SCHEMES = {  # of vLLM, by what is exported; the others are WNA16
     "mxfp4": "CompressedTensorsW4A4Mxfp4",
     "mxfp8": "CompressedTensorsW8A8Mxfp8",
 }
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-STOCK = """
-import json, sys, vllm
-llm = vllm.LLM(sys.argv[1], enforce_eager=True, max_model_len=64, max_num_seqs=2, dtype=sys.argv[2],
-               skip_tokenizer_init=True)
-sampling = vllm.SamplingParams(temperature=0, max_tokens=12, min_tokens=12, detokenize=False)
-(out,) = llm.generate([{"prompt_token_ids": [*range(50, 62)]}], sampling, use_tqdm=False)
-print("TOKENS", json.dumps([[*out.outputs[0].token_ids], "anybit" in sys.modules]))
-"""
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+INTEGERS = "not supported by CPUWNA16, supported types are"
+REFUSED = {  # what vLLM says on a CPU; the others are integers
+    "int4:group=32": "",
+    "int4:group=32,zero": "",
+    "int4:group=32@int8": "",
+    "fp8": "Failed to find a kernel that can implement the ScaledMM linear layer",
+    "nvfp4:divide": "Forced NVFP4 kernel MarlinNvFp4LinearKernel is not supported",
+    "mxfp4": "Failed to find a kernel that can implement the MXFP4 linear layer",
+    "mxfp8": "Failed to find a kernel that can implement the MXFP8 linear layer",
+}
+FOUR = ("int4:group=32", "int4:group=32,zero")  # which it multiplies with on a CPU
+READ = [row[0] for row in ROWS if row[4] == "weights"]
+RUN = [row[0] for row in ROWS if row[4] == "tokens"]
 
 
 class QKVParallelLinear:
@@ -61,12 +71,45 @@ class Scheme:
         return 0
 
 
-def exported(plan, folder):
-    quantize_checkpoint(short_pico(), folder / "ours", plan)
-    return export_checkpoint(folder / "ours", folder / "theirs").out
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Makes an export, beside `ours`, of calibrated weights, once for each plan."""
+
+    @cache
+    def make(plan):
+        folder = tmp_path_factory.mktemp("export")
+        ids = torch.randint(4000, (8, 64), generator=torch.Generator().manual_seed(0))
+        calibrate_checkpoint(short_pico(), folder / "ours", json.loads(plan), anybit.GPTQ(ids))
+        return export_checkpoint(folder / "ours", folder / "theirs").out
+
+    return lambda plan: make(json.dumps(plan))
 
 
-def found(directory, monkeypatch):
+@pytest.fixture(scope="module")
+def stock(exported, tmp_path_factory):
+    """What a process with vLLM alone makes of all rows."""
+    place = tmp_path_factory.mktemp("stock")
+    # Its int8 kernels for AMX, which it prefers on such a CPU, take no fp32.
+    exact = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
+    cases = {spec: {"dtype": exact, "what": "tokens"} for spec in RUN}
+    cases |= {f"{spec} tokens": {"dtype": "float16", "what": "tokens"} for spec in FOUR}
+    cases |= {spec: {"dtype": "float32", "what": "weights"} for spec in READ}
+    for name, case in cases.items():
+        case["path"] = str(exported(name.removesuffix(" tokens")))
+    (place / "cases").write_text(json.dumps(cases))
+    (place / "anybit.py").write_text("raise ImportError('it is not there')")
+    paths = [str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    settings["PYTHONPATH"] = os.pathsep.join(paths)
+    done = subprocess.run(
+        [sys.executable, CHILD, place / "cases", place / "results"],
+        env=os.environ | settings, cwd=place, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return read_json(place / "results")
+
+
+def scheme_of(directory, monkeypatch):
     """vLLM's scheme and bits of a layer of some class, by a checkpoint's config.json."""
     for name in vars(compressed_tensors).copy():
         if name.startswith("CompressedTensorsW"):
@@ -86,36 +129,39 @@ def found(directory, monkeypatch):
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row[4]], ids=lambda row: row[0])
-def test_it_has_a_scheme_for_each_row(row, monkeypatch, tmp_path):
-    scheme = found(exported(row[0], tmp_path), monkeypatch)
+def test_it_has_a_scheme_for_each_row(row, exported, monkeypatch):
+    scheme = scheme_of(exported(row[0]), monkeypatch)
     name, bits = scheme("model.layers.0.self_attn.qkv_proj", QKVParallelLinear())
     assert name == SCHEMES.get(row[0], WNA16)
     assert bits == anybit.get_format(row[0].partition("@")[0]).bits
 
 
-def test_heads_and_embeddings_are_found_by_their_classes(monkeypatch, tmp_path):
+def test_heads_and_embeddings_are_found_by_their_classes(exported, monkeypatch):
     plan = {"*": "int4:group=32", "*embed_tokens": "int8:group=32", "lm_head": "int8:group=32"}
-    scheme = found(exported(plan, tmp_path), monkeypatch)
+    scheme = scheme_of(exported(plan), monkeypatch)
     assert scheme("model.layers.0.self_attn.qkv_proj", QKVParallelLinear()) == (WNA16, 4)
     assert scheme("lm_head", ParallelLMHead()) == (WNA16, 8)
     assert scheme("language_model.lm_head", ParallelLMHead()) == (WNA16, 8)
     assert scheme("model.embed_tokens", VocabParallelEmbedding()) == (WNA16, 8)
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("spec", [row[0] for row in ROWS if row[4] == "tokens"])
-def test_its_tokens_are_ours(spec, tmp_path):
-    directory = exported(spec, tmp_path)
-    settings = {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    # Its int8 kernels for AMX, which it prefers on such a CPU, take no fp32.
-    dtype = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
-    command = [sys.executable, "-c", STOCK, str(directory), dtype]
-    done = subprocess.run(
-        command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
-    assert lines, done.stderr[-2000:]
-    tokens, plugin = json.loads(lines[0].removeprefix("TOKENS "))
-    assert not plugin
-    model = anybit.load(tmp_path / "ours", dtype=torch.float32)
-    judge(model, [tokens], [[*range(50, 62)]], near=0.05)  # its int8 products round otherwise
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("spec", READ)
+def test_its_layers_hold_our_weights(spec, exported, stock):
+    said, wanted = stock[spec]["refusal"], REFUSED.get(spec, INTEGERS)
+    assert (wanted in said) if wanted else not said
+    held = load_file(stock[spec]["weights"])
+    ours = dict(quantized_layers(anybit.load(exported(spec).with_name("ours"))))
+    for name, weight in held.items():
+        before, _, last = name.rpartition(".")
+        parts = [ours.pop(f"{before}.{part}") for part in FUSED.get(last, [last])]
+        assert torch.equal(weight, torch.cat([part.dequantize().float() for part in parts])), name
+    assert not ours
+
+
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("name", [*RUN, *(f"{spec} tokens" for spec in FOUR)])
+def test_its_tokens_are_ours(name, exported, stock):
+    spec = name.removesuffix(" tokens")
+    model = anybit.load(exported(spec).with_name("ours"), dtype=torch.float32)
+    judge(model, [stock[name]], [[*range(50, 62)]], near=0.05)  # its products round otherwise
