@@ -50,6 +50,19 @@ def test_codes_of_trained_weights(bits: int, dtype: torch.dtype) -> None:
     assert trained([(w[:8], fmt)]).on_grid == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("group", [32, 512])
+def test_codes_of_eight_bits(group: int, dtype: torch.dtype) -> None:
+    """Of bf16 weights the largest numbers are off by half of one, and the scale decides."""
+    w, q = multiples((64, 512), group, 8, dtype)
+    fmt = anybit.get_format(f"int8:group={group}" if group < 512 else "int8")
+    packed = TrainedGrid().quantize(w, fmt)
+    assert float((packed.codes() - 128.0 == q).float().mean()) > 0.999
+    assert float((packed.dequantize().to(dtype) == w).float().mean()) > 0.999
+    found = trained([(w, fmt)])
+    assert (found.on_grid, found.other) == (1, None)
+
+
 def test_zero_points() -> None:
     w, q = multiples((64, 512), 32, 4, torch.bfloat16, shift=3)
     packed = TrainedGrid().quantize(w, anybit.get_format("int4:group=32,zero"))

@@ -53,6 +53,8 @@ def fits(fmt: Format) -> bool:
 def lattice(parts: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
     """The coarsest scale of which all weights of a group are whole multiples, as many as fit.
 
+    One of the weights' dtype that gives every weight goes before others.
+
     Args:
         parts: Weights (N, groups, columns) fp32.
         fmt: Its bits, and zero points or none, say which multiples there are.
@@ -61,23 +63,23 @@ def lattice(parts: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
         Scales (N, groups), of either sign where levels reach further on one side; the least
         multiple; and whether there is such a scale. Groups of zeros have none.
     """
-    exact = (step for d, step in HALF_STEPS.items() if torch.equal(parts, parts.to(d).float()))
-    half = next(exact, FP32)
+    dtype = next((d for d in HALF_STEPS if torch.equal(parts, parts.to(d).float())), torch.float32)
+    half = HALF_STEPS.get(dtype, FP32)
     largest = parts.abs().amax(-1)
     levels, middle = 2**fmt.bits - 1, 2 ** (fmt.bits - 1)
     zeros = fmt.zero_point is not None
     scale, least = torch.zeros_like(largest), torch.zeros_like(largest)
     found = torch.zeros_like(largest, dtype=torch.bool)
+    exact = found.clone()
     first = parts[..., :FEW]
     for most in range(1, (levels if zeros else middle) + 1):
         ratio = most / torch.where(largest == 0, 1.0, largest)
         few = first * ratio[..., None]
         q = few.round()
         maybe = ((few - q).abs_() <= 2 * (SLACK * half * q.abs_() + half)).all(-1)
-        at = (maybe & ~found & (largest > 0)).nonzero().unbind(1)
+        at = (maybe & ~exact & (largest > 0)).nonzero().unbind(1)
         some = parts[at]
-        q = (some * ratio[at][:, None]).round_()
-        fitted = (some * q).sum(-1) / q.square().sum(-1)
+        fitted, q, same = multiples(some, ratio[at], dtype)
         error = (some / fitted[:, None] - q).abs_()
         whole = (error <= SLACK * half * q.abs() + half).all(-1)
         low, high = q.amin(-1), q.amax(-1)
@@ -85,11 +87,34 @@ def lattice(parts: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
             whole &= high.clamp_min(0) - low.clamp_max(0) <= levels
         else:  # -middle to middle - 1, or with a negative scale the other way round
             turned = high == middle
-            whole &= ~turned | (low > -middle)
+            whole &= (high <= middle) & (low >= -middle) & (~turned | (low > -middle))
             fitted = torch.where(turned, -fitted, fitted)
+        whole &= same | ~found[at]
         at = tuple(index[whole] for index in at)
-        scale[at], least[at], found[at] = fitted[whole], low[whole], True
+        scale[at], least[at], found[at], exact[at] = fitted[whole], low[whole], True, same[whole]
     return scale, least, found
+
+
+def multiples(parts: Tensor, ratio: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales of groups, the numbers nearest to weights over them, and which give every weight.
+
+    These are of the weights' dtype, the nearest to those of least squares; numbers of 8 bits, some
+    of which are off by half of one as bf16, need them.
+
+    Args:
+        parts: Weights (groups, columns) fp32.
+        ratio: Numbers over weights (groups,), off by one rounding of a weight.
+        dtype: Of the weights.
+    """
+    for _ in range(2):  # large numbers may be off by one at first
+        q = (parts * ratio[:, None]).round_()
+        ratio = q.square().sum(-1) / (parts * q).sum(-1)
+    scale = 1 / ratio
+    near = scale.to(dtype).float()
+    product = (parts / near[:, None]).round_().mul_(near[:, None])
+    same = (product.to(dtype).float() == parts).all(-1)
+    scale = torch.where(same, near, scale)
+    return scale, (parts / scale[:, None]).round_(), same
 
 
 class Trained(NamedTuple):
