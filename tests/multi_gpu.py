@@ -28,6 +28,7 @@ from anybit.core.scheme import parse_scheme
 from anybit.kernels.reference import INT8_LARGEST, operand_weight
 from anybit.nn.linear import QuantLinear
 from anybit.nn.sharding import share
+from tests.forks import CONTEXT
 
 RANKS = 2
 SCHEMES = (
@@ -211,7 +212,7 @@ def main() -> int:
         print(f"{torch.cuda.device_count()} GPUs; {RANKS} are needed (--cpu needs none)")
         return 1
     schemes = tuple(args.schemes) or SCHEMES
-    context = multiprocessing.get_context("spawn")
+    context = CONTEXT if args.cpu else multiprocessing.get_context("spawn")
     meet = tempfile.mktemp(prefix="anybit-ranks-")  # ranks meet at a file that is not there yet
     others = [
         context.Process(target=work, args=(rank, args.cpu, meet, schemes), daemon=True)

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from torch import nn
 import anybit
 from anybit.core.format import FORMATS
 from anybit.evaluate.model import complete, load_text_model
-from tests import tiny
+from tests import forks, tiny
 
 DEVICE = os.environ.get("ANYBIT_TEST_DEVICE", "cpu")
 ROOT = Path(__file__).parent.parent
@@ -88,11 +87,7 @@ def test_a_fresh_process_can_load_it_once_the_module_is_imported(
     module: Path, tmp_path: Path
 ) -> None:
     anybit.save(anybit.quantize_(tiny.llama(), "ternary"), tmp_path / "out")
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path / "out"), str(module.parent)],
-        capture_output=True,
-        text=True,
-    )
+    done = forks.run(FRESH, str(tmp_path / "out"), str(module.parent))
     assert done.returncode == 0, done.stderr
     refusal, scheme = done.stdout.splitlines()
     assert "unknown format 'ternary'" in refusal

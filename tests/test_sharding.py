@@ -1,11 +1,7 @@
 """Weights divided among ranks that are played in turn: every format, 2 and 4, odd shapes."""
 
 import math
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ import anybit
 from anybit.core.packed import Packed, cut, tensor_shapes
 from anybit.errors import InvalidInput
 from anybit.nn.sharding import Piece, check_columns, share
+from tests import forks
 from tests.multi_gpu import SCHEMES
 from tests.needs import pairs
 from tests.specs import SPECS
@@ -212,13 +209,8 @@ def test_a_part_does_not_hold_on_to_the_whole():
 
 def test_two_processes():
     """Layers and a block divided among two processes; two GPUs run the same script."""
-    script = Path(__file__).parent / "multi_gpu.py"
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", script, "--cpu"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    code = "import sys, warnings; warnings.simplefilter('error');"
+    code += "from tests.multi_gpu import main; sys.exit(main())"
+    ran = forks.run(code, "--cpu", OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("times the undivided one's error") == len(SCHEMES)

@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from anybit.checkpoint.trial import try_out
 from anybit.errors import InvalidInput
 from anybit.files.directory import held, write_json
 from anybit.files.safetensors import ShardWriter
+from tests import forks
 from tests.tiny import dense, llama, same_state
 
 SHARD = 60_000  # several shards for a tiny model
@@ -108,7 +107,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     anybit.checkpoint.stream.quantize_checkpoint({str(source)!r}, {str(tmp_path / "out")!r}, "int8")
     print(peak() - before)
     """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=200)
+    run = forks.run(code)
     assert size > 50e6  # more than what allocators and threads may take beside it
     assert int(run.stdout) < size / 2, f"{int(run.stdout) / 1e6} MB more"
 
@@ -141,8 +140,7 @@ def test_resumed_after_kill_9_byte_for_byte(source, tmp_path, monkeypatch):
     stream.check_finite = check
     stream.quantize_checkpoint({str(source)!r}, {str(out)!r}, "fp6", shard_bytes={SHARD})
     """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    assert run.returncode == -9
+    assert forks.run(code).returncode == -9
     assert not out.exists()
     done = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.safetensors")}
     assert done

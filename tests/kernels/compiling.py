@@ -4,10 +4,10 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from anybit.core.scheme import parse_scheme
+from tests.forks import CONTEXT
 
 Target = tuple[str, int | str, int]  # backend, architecture, lanes of a warp
 HOPPER: Target = ("cuda", 90, 32)
@@ -35,7 +35,7 @@ class Made(NamedTuple):
 
 def process(hip: bool = False) -> ProcessPoolExecutor:
     """Where `built` and `products` run. hip: as torch is built for AMD's GPUs."""
-    return ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin, initargs=(hip,))
+    return ProcessPoolExecutor(1, CONTEXT, initializer=_begin, initargs=(hip,))
 
 
 def _begin(hip: bool) -> None:

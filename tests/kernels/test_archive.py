@@ -1,10 +1,7 @@
 """Compiled kernels in a file: what is taken from it, and what is refused before anything is."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +13,7 @@ from anybit.errors import AnybitError
 from anybit.kernels import archive
 from anybit.kernels.cute import jit
 from anybit.kernels.mma.build import kernels_of
+from tests import forks
 
 triton = pytest.importorskip("triton")
 CUDA = torch.device("cuda", 0)
@@ -38,9 +36,7 @@ triton.compile(ASTSource(_largest, signature, values), target=GPUTarget("cuda", 
 
 def compiled(cache: Path) -> str:
     """What Triton does for one of anybit's kernels, with its cache in a folder."""
-    more = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more})
+    done = forks.run(COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import multiprocessing
 import os
 import shutil
 import struct
@@ -29,6 +28,7 @@ from anybit.kernels.hopper import tiles
 from anybit.kernels.hopper.build import kernels_of
 from anybit.kernels.hopper.codebook_tiles import CodebookKernel
 from anybit.kernels.hopper.tile import Kernel, Tile
+from tests.forks import CONTEXT
 
 needs_dsl = pytest.mark.skipif(
     find_spec("cutlass") is None, reason="CuTe DSL is not installed: pip install 'anybit[hopper]'"
@@ -215,7 +215,7 @@ class Slow:
 
 def test_processes_compile_a_kernel_once(tmp_path: Path) -> None:
     kernel = Slow(str(tmp_path / "log"))
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with CONTEXT.Pool(2) as pool:
         pool.map(time.sleep, [0.1] * 2, chunksize=1)  # both have started
         files = pool.starmap(jit.compile_kernel, [(kernel, tmp_path)] * 4, chunksize=1)
     assert (tmp_path / "log").read_text() == "compiled\n"

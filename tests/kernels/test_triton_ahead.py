@@ -4,13 +4,12 @@ Here Triton interprets, so a process of its own runs each part, with a stand-in 
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 pytest.importorskip("triton")
 LAUNCH = """
@@ -126,9 +125,7 @@ print(json.dumps([said, Driver.launched, told, compiled]))
 
 
 def run(cache: Path, *args: str, code: str = LAUNCH) -> Any:
-    more = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", code, *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | more)
+    done = forks.run(code, *args, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -4,19 +4,22 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 from anybit.engine.llm import LLM
+from anybit.serve.run import FrontEnds, bind, run
 from anybit.serve.service import Front
+from anybit.serve.settings import Settings
+from tests import forks
 from tests.serve.conftest import Live, held, serving, wait_for
 from tests.serve.test_protocol import events
 
@@ -255,27 +258,22 @@ def test_the_schema_fuzzed(tiny: Path) -> None:
         assert live.idle()
 
 
-SERVE = """
-import sys, torch
-torch.set_num_threads(1)
-from anybit.engine.llm import LLM
-from anybit.serve.run import FrontEnds, bind, run
-from anybit.serve.settings import Settings
-model, port, grace = sys.argv[1:]
-with FrontEnds(bind("127.0.0.1", int(port))) as front_ends:
-    print(front_ends.listener.getsockname()[1], flush=True)
-    run(LLM(model, block_size=8), Settings(("tiny",), grace=float(grace)), front_ends)
-"""
+def serve(model: Path, port: int, grace: float, told: "Connection[int, int]") -> None:
+    """A server, which tells its port first."""
+    torch.set_num_threads(1)
+    with FrontEnds(bind("127.0.0.1", port)) as front_ends:
+        told.send(front_ends.listener.getsockname()[1])
+        run(LLM(model, block_size=8), Settings(("tiny",), grace=grace), front_ends)
 
 
 class Process:
     """A server in a process of its own, on a port, or on one that is free, 0."""
 
     def __init__(self, model: Path, port: int, grace: float):
-        command = [sys.executable, "-c", SERVE, str(model), str(port), str(grace)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout
-        self.port = int(self.process.stdout.readline())
+        heard, told = forks.CONTEXT.Pipe(duplex=False)
+        self.process = forks.Fork(serve, model, port, grace, told)
+        told.close()
+        self.port = heard.recv()
         self.url = f"http://127.0.0.1:{self.port}"
         assert wait_for(self.healthy)
 
@@ -307,7 +305,7 @@ def start(tiny: Path) -> Iterator[Callable[[int, float], Process]]:
     yield start
     for process in started:
         process.process.kill()
-        process.process.communicate()
+        process.process.wait(60)
 
 
 def test_kill_restart_and_graceful_shutdown(start: Callable[[int, float], Process]) -> None:
