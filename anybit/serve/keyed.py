@@ -8,8 +8,9 @@ from anybit.serve.functions import properties, schema_of, typed
 
 KEY, END, CLOSE = "<arg_key>", "</arg_value>", "</tool_call>"
 NAME = re.compile(r"[^\s<]*")
-ARGUMENT = re.compile(
-    rf"{KEY}\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)(?:{END}(?=\s*(?:{KEY}|\Z))|\Z)", re.DOTALL
+ARGUMENT = re.compile(  # in time that grows as the text does
+    rf"{KEY}((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value>(.*?)(?:{END}(?=\s*(?:{KEY}|\Z))|\Z)",
+    re.DOTALL,
 )
 
 
@@ -61,7 +62,7 @@ def keyed(text: str, tools: list[dict[str, Any]]) -> tuple[str, str]:
     schema = schema_of(header[0], tools)
     types, rest = properties(schema), schema.get("additionalProperties", {})
     found = {
-        each[1]: typed(each[2], types.get(each[1], rest), schema)
+        (key := each[1].strip()): typed(each[2], types.get(key, rest), schema)
         for each in ARGUMENT.finditer(text, header.end())
     }
     parts = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())

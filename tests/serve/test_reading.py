@@ -264,6 +264,15 @@ def test_what_goes_on_for_ever_is_not_read_again(family: str, before: str, more:
         assert len(thoughts.held) < 100
 
 
+@pytest.mark.parametrize("scrap", ["<arg_key>", "<arg_key>\n", "<arg_key>a</arg_key>", "\n"])
+def test_keys_that_nothing_ends_are_read_once(scrap: str) -> None:
+    """Not again for each place at which white space beside a key may end."""
+    text = f"get<arg_key>{scrap * 20_000}<arg_key> n </arg_key><arg_value>5</arg_value>"
+    assert read(FAMILIES["glm"].reader(TOOLS), f"<tool_call>{text}", 1000)[2] == [
+        ("get", '{"n": 5}')
+    ]
+
+
 SCRAPS = [
     *(mark for family in FAMILIES.values() for mark in (*family.signs, *family.marks)),
     *'{}[]:,;"\\\n ',
