@@ -441,7 +441,7 @@ class Calls:
         else:
             self._add(call.text)
         self.state = self._between if self.started else self._content
-        self.started = False
+        self.started = self.opened = False
         return True
 
     def _function(self) -> bool:

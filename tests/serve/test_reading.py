@@ -143,6 +143,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("glm", keyed("get", n="5").removesuffix("</tool_call>"), "", [("get", '{"n": 5}')]),
     ("glm", keyed("get", n="5").replace("</arg_value>", ""), "", [("get", '{"n": 5}')]),
     ("glm", HERMES, "", [("get", ARGS)]),
+    ("glm", HERMES.removesuffix("</tool_call>") + "Done.", "Done.", [("get", ARGS)]),
 ]  # fmt: skip
 
 
