@@ -72,7 +72,7 @@ PYTHON: tuple[tuple[Any, str], ...] = (  # in this order: True is an int, too
 OPTIONS = 500  # of oneOf, of which each two are compared
 STEPS = 100_000  # parts that are merged, counted for each merger
 MERGED = 100_000  # characters of the names that all objects which are merged get
-LOCAL = re.compile(r'"\$ref": "#["/]')
+LOCAL, BY_NAME = re.compile(r'"\$ref": "#["/]'), re.compile(r'"\$ref": "(?!#["/])')
 INT64 = 2**63
 LOWEST = 1024 - INT64  # the lowest that llguidance can bound integers by, 1024 above int64's
 
@@ -123,6 +123,7 @@ class Rewriter:
         self.groups: set[frozenset[int]] = set()  # of parts that were joined
         # What names of parts are relative to, and the parts by (URI, fragment).
         self.base, self.names = "", {("", ""): root}
+        self.named = BY_NAME.search(json.dumps(root)) is not None  # whether a reference has a name
         self.merged = self.steps = 0  # characters of names that objects have got; parts
 
     def whole(self) -> dict[str, Any]:
@@ -190,8 +191,8 @@ class Rewriter:
     def enter(self, schema: dict[str, Any]) -> str:
         """Note the names of a part, and what they are relative to in it; what they were before.
 
-        Refuse a name of another part, of which one would be enforced for both, and one of a part
-        with references (`#`).
+        Refuse a name of the whole, or that references have, of another part that says something
+        else: one would be enforced for both. And one of a part with references (`#`).
         """
         outside, key = self.base, "id" if "draft-04" in str(self.root.get("$schema")) else "$id"
         for keyword in (key, "$anchor", "$dynamicAnchor"):
@@ -203,7 +204,8 @@ class Rewriter:
             if not name.startswith("#"):
                 self.base, fragment = uri, ""
             first = self.names.setdefault((uri, fragment), schema)
-            if first is not schema:
+            same = first is schema or json.dumps(first) == json.dumps(schema)
+            if not same and (self.named or first is self.root):
                 places = f"at {place(first, self.root)} and at {place(schema, self.root)}"
                 raise InvalidInput(
                     f"the JSON schema: {keyword} {name!r:.100} names two schemas, {places:.300}; "

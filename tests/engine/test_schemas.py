@@ -309,8 +309,25 @@ def test_two_parts_have_two_names(part: dict[str, str], draft: str) -> None:
         json_rule({"$schema": draft, "$defs": both, "properties": {"x": {"$ref": name}}})
     inside = {"a": {"$id": "in/", "$defs": {"c": {"$id": "../b"}}}, "b": {"$id": "b"}}
     with pytest.raises(InvalidInput, match=r"at #/\$defs/b and at #/\$defs/a/\$defs/c;"):
-        json_rule({"$id": "https://x/y", "$defs": dict(reversed(inside.items()))})
+        json_rule({"$id": "https://x/y", "$defs": dict(reversed(inside.items())), "$ref": "b"})
     json_rule({"$defs": {"a": {"$id": "in/", "$defs": {"c": {"$id": "b"}}}, "b": {"$id": "b"}}})
+
+
+def test_parts_that_say_the_same_or_that_nothing_refers_to_may_share_a_name(takes: Takes) -> None:
+    """As a definition has that a tool writes out at each of its places, and old tools' items."""
+    word: dict[str, Any] = {"$id": "part", "type": "string"}
+    for other in (word, {"$ref": "part"}):
+        schema = {"properties": {"x": word, "y": other, "z": word}, "required": ["x", "y", "z"]}
+        assert takes(schema, '{"x":"a","y":"b","z":"c"}')
+        assert not takes(schema, '{"x":"a","y":"b","z":3}')
+        assert not takes(schema, '{"x":"a","y":3,"z":"c"}')
+    schema = {"properties": {"x": word, "y": word | {"type": "integer"}}, "required": ["x", "y"]}
+    assert takes(schema, '{"x":"a","y":3}')
+    assert not takes(schema, '{"x":3,"y":3}')
+    assert not takes(schema, '{"x":"a","y":"b"}')
+    true, one = ({"$id": "part", "const": value} for value in (True, 1))
+    with pytest.raises(InvalidInput, match="'part' names two schemas"):
+        takes({"properties": {"x": true, "y": one, "z": {"$ref": "part"}}}, "{}")
 
 
 @pytest.mark.parametrize("number", ["4", "6", "7"])
