@@ -19,6 +19,7 @@ from anybit.files.safetensors import ShardWriter, read_header
 from anybit.nn.experts import published, unpublished
 from anybit.nn.linear import QuantLinear
 from anybit.nn.model import replace, weight_of
+from anybit.quantizers.calibration.stored_blocks import put
 
 SETTINGS = "settings.json"
 PROBE = 4096  # numbers of each weight that go into the digest
@@ -101,12 +102,7 @@ class FinishedBlocks:
             quantized = QuantLinear.instead_of(layer, packed, activation, dtype, keep="decoded")
             replace(block, name, quantized)
         for name, tensor in state.items():
-            parent, _, key = name.rpartition(".")
-            owner = block.get_submodule(parent)
-            if key in owner._parameters:
-                owner._parameters[key] = nn.Parameter(tensor, requires_grad=False)
-            else:
-                owner.register_buffer(key, tensor)
+            put(block, name, tensor)
         return True
 
 

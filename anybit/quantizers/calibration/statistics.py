@@ -11,6 +11,10 @@ SAMPLE = 512  # input rows that `Statistics.sample` keeps
 BAND = 256  # rows of a symmetric product at a time, on a CPU
 
 
+def nothing() -> Tensor:
+    return torch.empty(0)
+
+
 def products(x: Tensor) -> Tensor:
     """x^T x (K, K) fp32, of x (T, K)."""
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
@@ -59,12 +63,12 @@ class Statistics:
     """
 
     tokens: int = 0
-    hessian: Tensor = field(default_factory=lambda: torch.empty(0))
-    amax: Tensor = field(default_factory=lambda: torch.empty(0))
-    mean_abs: Tensor = field(default_factory=lambda: torch.empty(0))
-    sample: Tensor = field(default_factory=lambda: torch.empty(0))
-    drift: Tensor = field(default_factory=lambda: torch.empty(0))
-    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
+    hessian: Tensor = field(default_factory=nothing)
+    amax: Tensor = field(default_factory=nothing)
+    mean_abs: Tensor = field(default_factory=nothing)
+    sample: Tensor = field(default_factory=nothing)
+    drift: Tensor = field(default_factory=nothing)
+    gradients: Tensor = field(default_factory=nothing)
 
     def add(
         self,

@@ -4,11 +4,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from anybit.errors import InvalidInput
 from anybit.files.safetensors import Readable
 from anybit.nn.linear import QuantLinear, check_finite
+
+
+def put(block: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a block's parameter or buffer."""
+    parent, _, key = name.rpartition(".")
+    owner = block.get_submodule(parent)
+    if key in owner._parameters:
+        owner._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner.register_buffer(key, tensor)
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,7 @@ class StoredBlocks:
                 )
             real = self.tensors[prefix + name].read().to(value.dtype)
             check_finite(real, prefix + name)
-            parent, _, key = name.rpartition(".")
-            owner = block.get_submodule(parent)
-            if key in owner._parameters:
-                owner._parameters[key] = nn.Parameter(real, requires_grad=False)
-            else:
-                owner._buffers[key] = real
+            put(block, name, real)
         yield
         for module in (*modules, *block.modules()):
             for own in (module._parameters, module._buffers):
