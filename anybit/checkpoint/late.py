@@ -1,9 +1,10 @@
 """transformers' configurations and tokenizers without what their import brings and no start needs.
 
 Validators of fields import the table of activations, and that torch's distributed tensors and
-sympy; docstrings and tokenizers import the table of models, and that, in some releases, `generate`,
-torch's compiler, and scikit-learn and scipy where they are installed. Here these are imported when
-they are looked at. Names of all models are read from 1,500 files, and once, not twice.
+sympy, and images and videos, and these torchvision and torch's compiler; docstrings and tokenizers
+import the table of models, and that, in some releases, `generate`, torch's compiler, and scikit-
+learn and scipy where they are installed. Here these are imported when they are looked at. Names of
+all models are read from 1,500 files, and once, not twice.
 """
 
 import builtins
@@ -17,7 +18,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 LATE = {  # modules, names that their functions may look up, and where these are
-    "transformers.utils.type_validators": {"ACT2FN": "transformers.activations"},
+    "transformers.utils.type_validators": {
+        "ACT2FN": "transformers.activations",
+        "PILImageResampling": "transformers.image_utils",
+        "VideoMetadataType": "transformers.video_utils",
+    },
     "transformers.models.auto.auto_factory": {"GenerationMixin": "transformers.generation"},
 }
 
@@ -34,7 +39,7 @@ class Names(dict[str, Any]):
         """What an import statement of the module gets while the module is imported."""
         wanted = args[2] if len(args) > 2 else None  # after globals and locals
         if wanted and set(wanted) <= self.late.keys():
-            return SimpleNamespace(**dict.fromkeys(wanted))
+            return SimpleNamespace(**dict.fromkeys(wanted, object))  # a type, for annotations
         return builtins.__import__(name, *args)
 
     def __missing__(self, name: str) -> Any:

@@ -32,6 +32,8 @@ OTHER = {"gpt_oss", "lfm2_moe", "granitemoehybrid"}
 HEAVY = (
     "transformers.modeling_utils",
     "transformers.generation.utils",
+    "transformers.image_utils",  # which import torchvision where it is
+    "transformers.video_utils",
     "torch._dynamo",
     "torch.distributed.tensor",
     "sympy",
