@@ -1,10 +1,10 @@
 """transformers' configurations and tokenizers without what their import brings and no start needs.
 
 Validators of fields import the table of activations, and that torch's distributed tensors and
-sympy, and images and videos, and these torchvision and torch's compiler; docstrings and tokenizers
-import the table of models, and that, in some releases, `generate`, torch's compiler, and scikit-
-learn and scipy where they are installed. Here these are imported when they are looked at. Names of
-all models are read from 1,500 files, and once, not twice.
+sympy; they import images and videos too, and these torchvision and torch's compiler; docstrings and
+tokenizers import the table of models, and that, in some releases, `generate`, torch's compiler, and
+scikit-learn and scipy where they are installed. Here these are imported when they are looked at.
+Names of all models are read from 1,500 files, and once, not twice.
 """
 
 import builtins
